@@ -411,7 +411,7 @@ class UnitGradients:
                 ticket.wait()  # WAW: an addition to dropped ones may still be queued
             assert unit.gradients is not None
             self._target = unit.gradients
-        pieces = part.unit.pieces(self._target, slot.buffer, trainable_only=True)
+        pieces = part.unit.pieces(slot.buffer, self._target)
         norms = None if self._left else offloader.norms.of_unit(unit)
         wait: Callable[[], None] = offloader.send(slot, part.name, pieces, norms).synchronize
         return wait

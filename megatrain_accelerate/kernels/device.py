@@ -53,10 +53,7 @@ def can_step_on(device: torch.device) -> bool:
 
 
 class DeviceKernels:
-    """The kernels for CUDA tensors. Each call is issued on the current stream; all tensors of one are contiguous.
-
-    Each method does what that of :class:`HostKernels` does.
-    """
+    """The kernels for contiguous CUDA tensors, as :class:`HostKernels` has them. Each call is issued on the current stream."""
 
     def __init__(self) -> None:
         from megatrain_accelerate.kernels import triton_adamw
@@ -119,10 +116,8 @@ class DeviceKernels:
                 self._triton.accumulate_split[blocks](*tensors, count, HAS_RESIDUAL=has_residual, BLOCK=_BLOCK)
 
     def norm_split(self, hi: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """2-norm, fp32 without dimensions, of the fp32 values that (N) ``hi`` and ``residual`` stand for.
-
-        Added up in double, so that it is the one that the host computes for a unit there.
-        """
+        """2-norm, fp32 without dimensions, of the fp32 values that (N) ``hi`` and ``residual`` stand for: added up in double,
+        so that it is the one that the host computes for a unit there."""
         count = hi.numel()
         blocks = -(-count // _BLOCK)
         sums = torch.zeros(blocks, dtype=torch.float64, device=hi.device)

@@ -122,19 +122,18 @@ def default_thread_count(cpus: int | None = None) -> int:
 class HostKernels:
     """The compiled kernels and the threads that run them.
 
-    All tensors are contiguous, on the CPU, of any shape; those of one call have the same number of elements N, from
-    0 to beyond 2**32, and don't overlap. Each call returns when the work is done; the GIL is free meanwhile. Calls from
-    several threads are served one after the other. After a fork the child computes alone, on its calling thread.
-    Autograd doesn't see the writes: no version counter moves.
+    All tensors are contiguous, on the CPU, of any shape; those of one call have the same number of elements N, from 0 to
+    beyond 2**32, and don't overlap. Each call returns when the work is done; the GIL is free meanwhile. Calls from several
+    threads are served one after the other. After a fork the child computes alone, on its calling thread. Autograd doesn't see
+    the writes: no version counter moves.
 
     Args:
         threads: threads that work on a call, the caller included; :func:`default_thread_count` by default.
         instruction_set: a name in :data:`INSTRUCTION_SETS`, for tests; by default the best that the machine has.
 
     Raises:
-        KernelError: the library is missing, stale or can't be loaded, or the machine lacks the
-            instruction set. By a method: a tensor has the wrong dtype, device, layout or length, or
-            the kernels are closed.
+        KernelError: the library is missing, stale or can't be loaded, or the machine lacks the instruction set. By a method: a
+            tensor has the wrong dtype, device, layout or length, or the kernels are closed.
         ConfigError: ``threads`` is below 1.
     """
 
@@ -179,12 +178,10 @@ class HostKernels:
         """One AdamW (or Adam) step in place, in one pass; ``csrc/adamw.h`` has its memory traffic.
 
         Args:
-            weight, grad: (N) bfloat16 with ``residual``, else (N) float32.
-            residual: (N) int16; join(weight, residual) is the fp32 master.
-            moments: of these N elements.
-            grad_residual: (N) int16 where the gradient is the fp32 sum join(grad, grad_residual).
-            first_element: number of the first element in its unit, on which the rounding of moments
-                depends that aren't fp32. With 8-bit moments it begins a block.
+            weight, grad: (N) bfloat16 with ``residual``, else (N) float32. residual: (N) int16; join(weight, residual) is the
+            fp32 master. moments: of these N elements. grad_residual: (N) int16 where the gradient is the fp32 sum join(grad,
+            grad_residual). first_element: its number in its unit, for the rounding of moments that aren't fp32; with 8-bit
+            ones a block's first.
         """
         dtype = torch.float32 if residual is None else torch.bfloat16
         exp_avg, exp_avg_sq = moments.exp_avg, moments.exp_avg_sq

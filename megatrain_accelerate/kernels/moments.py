@@ -105,14 +105,11 @@ def moments_within(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Moments:
-    """Views of a memory of :func:`moment_bytes` of ``total`` elements: all of the first moment, all of
-    the second. With int8 all scales of the first and all of the second follow.
+    """Views of a memory of :func:`moment_bytes` of ``total`` elements: all of the first moment, all of the second; with int8
+    all scales of the first and of the second follow.
 
-    Args:
-        tensor: makes a view of the memory from an offset in bytes, a shape and a dtype.
-        total, first: elements that the memory is for, and the first one wanted; with int8 multiples of
-            the block.
-        shape, dtype: of the elements wanted; fp32, bf16 or int8.
+    ``tensor`` makes a view of the memory from an offset in bytes, a shape and a dtype. ``first`` is the first element wanted,
+    with int8 a multiple of the block; ``shape`` and ``dtype`` (fp32, bf16 or int8) are those of the elements wanted.
     """
     if dtype != torch.int8:
         return FloatMoments(*(tensor(dtype.itemsize * (begin + first), shape, dtype) for begin in (0, total)))

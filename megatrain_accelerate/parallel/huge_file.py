@@ -1,9 +1,9 @@
 """A file of huge pages for memory that processes share, whatever the system's ``shmem_enabled`` says.
 
-Most systems leave ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` at ``never``. Then memory that is shared has pages of
-4 KiB: making them takes ten times as long, and the host's AdamW is slower on them. A tmpfs may have a setting of its own, and
-whoever may make a mount namespace may mount one there. So a helper process does that, hands over an open file, and ends. The
-mount goes with it; the file stays as long as it is open or mapped.
+Most systems leave ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` at ``never``. Then shared memory has pages of 4 KiB:
+making them takes ten times as long, and the host's AdamW is slower on them. A tmpfs may have a setting of its own. So a helper
+process mounts one, in a mount namespace, hands over an open file, and ends. The mount goes with it; the file stays as long as
+it is open or mapped.
 """
 
 from __future__ import annotations

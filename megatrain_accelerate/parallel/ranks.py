@@ -20,11 +20,7 @@ MEETING_SECONDS = 1800.0
 
 
 class Ranks:
-    """This process and those that it trains with, all of one machine.
-
-    Raises:
-        UnsupportedError: they aren't all of one machine.
-    """
+    """This process and those that it trains with; an ``UnsupportedError`` if they aren't all of one machine."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()

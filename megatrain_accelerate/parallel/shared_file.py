@@ -40,13 +40,8 @@ def _explained(rank: int) -> Iterator[None]:
 
 
 class SharedFile:
-    """One file of all ranks, and which ranges of it are taken.
-
-    All ranks make it together, and reserve the same sizes in the same order.
-
-    Raises:
-        HostMemoryError: the kernel refused the file, or a rank can't open it.
-    """
+    """One file of all ranks, and which ranges of it are taken. All ranks make it together, and reserve the same sizes in the
+    same order. A ``HostMemoryError`` where the kernel refused it, or a rank can't open it."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._end, self._ranks = 0, ranks.size

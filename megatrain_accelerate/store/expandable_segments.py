@@ -1,7 +1,7 @@
 """Segments of the CUDA caching allocator that grow, so that what was freed serves tensors of other sizes.
 
-A plan fills the device's memory, and batches of other lengths have tensors of other sizes. Of segments whose size is fixed the
-gaps between tensors are lost to larger ones; expandable segments are mapped page by page, and free pages leave them
+A plan fills the device's memory, and batches of other lengths have tensors of other sizes, to which gaps in segments of fixed
+size are lost. Expandable ones are mapped page by page, and free pages leave them
 (https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf).
 """
 
@@ -24,10 +24,8 @@ refused: set[torch.device] = set()
 
 
 def expand_segments(device: torch.device) -> bool:
-    """Has the process' allocator make expandable segments from now on, where the machine can and nobody configured it.
-
-    It is tried on ``device``. Returns whether it does, by this call or an earlier one.
-    """
+    """Has the process' allocator make expandable segments from now on, where ``device`` can and nobody configured it. Returns
+    whether it does, by this call or an earlier one."""
     if device.type != "cuda" or sys.platform != "linux" or torch.version.cuda is None or device in refused:
         return False
     if any(os.environ.get(name) for name in ALLOCATOR_VARIABLES) or torch.cuda.get_allocator_backend() != "native":

@@ -26,11 +26,10 @@ _MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 2.06}
 
 
 _promising: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Who will take ``promised_bytes`` of host memory later, which count as taken already."""
+"""Engines' runtimes that will take ``promised_bytes`` of host memory later, which count as taken already."""
 
 
 def count_promises_of(runtime: Any) -> None:
-    """The ``promised_bytes`` of an engine's runtime, as long as it is alive, aren't available to others."""
     _promising.add(runtime)
 
 
@@ -84,8 +83,8 @@ def process_bytes(field: str) -> int:
 def available_host_bytes(host_memory_gib: float | None = None) -> int:
     """Bytes that this process may still allocate, besides those that its models were promised and haven't made yet.
 
-    ``host_memory_gib`` is the user's figure for the whole process; what it holds already is taken off. It
-    overrides what the machine reports, since some virtual machines grow their memory as it is used.
+    ``host_memory_gib`` is the user's figure for the whole process, instead of what the machine reports: some virtual machines
+    grow their memory as it is used.
     """
     if host_memory_gib is not None:
         # Pages of files that the process maps are cache.
@@ -105,19 +104,15 @@ def unused_host_bytes() -> int:
 
 
 def anonymous_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of those host tensors whose memory is given back when they die.
-
-    Weights that ``from_pretrained`` maps from a file aren't counted: their pages are cache, which is free already.
-    """
+    """Bytes of those host tensors whose memory is given back when they die: not of weights that ``from_pretrained`` maps from
+    a file, whose pages are cache, which is free already."""
     files = FileMappings()
     return sum(tensor.nbytes for tensor in tensors if not files.holds(tensor))
 
 
 def leaner_settings(config: MegatrainConfig, *, keeps_gradients: bool) -> list[dict[str, Any]]:
-    """Sets of changed settings that take less host memory. The first is empty; those that change numbers least come first.
-
-    ``keeps_gradients``: whether they may not pass, since several backwards come before a step, or several processes train.
-    """
+    """Sets of changed settings that take less host memory: an empty one, then those that change numbers least. Gradients may
+    not pass where it ``keeps_gradients``, since several backwards come before a step, or several processes train."""
     dtypes, found = list(_MOMENT_BYTES), []
     for moments in dtypes[dtypes.index(config.moments_dtype) :]:
         for gradients in dict.fromkeys((config.host_gradients, "passing")):
@@ -144,17 +139,13 @@ def settings_that_take_less(config: MegatrainConfig, *, keeps_gradients: bool) -
 def require_host_bytes(
     parts: dict[str, int], host_memory_gib: float | None, *, freed: int = 0, remedy: str = "", ranks: int = 1
 ) -> None:
-    """Refuses a run that doesn't fit, before anything is allocated.
+    """Refuses a run that doesn't fit, before anything is allocated: a ``HostMemoryError`` with the numbers and the remedy.
 
     Args:
         parts: bytes that the host store will take, by what they are for.
         freed: bytes of the model's own memory that adopting it gives back, see :func:`anonymous_bytes`.
-        host_memory_gib: see :func:`available_host_bytes`.
         remedy: a sentence of what helps in this case, before what helps in any.
         ranks: how many share the store; each may take as much of it as of the machine.
-
-    Raises:
-        HostMemoryError: with the numbers and the remedy.
     """
     available = available_host_bytes(host_memory_gib)
     parts = {name: count // ranks for name, count in parts.items()}

@@ -24,15 +24,10 @@ def _unregister(address: int, mapping: mmap.mmap) -> None:
 
 
 class HostMemory:
-    """One mapping of host memory: anonymous, or of memory that several ranks share.
+    """One mapping of host memory, of whole pages: anonymous, or (``shared``) one that other ranks have, too.
 
-    Ownership: the :class:`~megatrain_accelerate.store.unit.HostUnit` that made it. Tensors made by
-    :meth:`tensor` keep the mapping alive; after :meth:`close` they are ordinary pageable memory.
-
-    Args:
-        size_bytes: rounded up to whole pages.
-        register: page-lock it for the current CUDA device's copies.
-        shared: a mapping of as many whole pages that other processes have, too, instead of one of its own.
+    Ownership: who made it. Tensors made by :meth:`tensor` keep the mapping alive; after :meth:`close` they are ordinary
+    pageable memory. ``register``: page-lock it for the current CUDA device's copies.
 
     Raises:
         HostMemoryError: the kernel or the driver refused; the message has the size and the remedy.
@@ -83,10 +78,8 @@ class HostMemory:
         self._finalizer.atexit = False
 
     def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over a part of the mapping, with a storage of its own.
-
-        Storages of their own matter: serialisers take tensors that share one storage for tied weights and clone them.
-        """
+        """A tensor over a part of the mapping, with a storage of its own: serialisers take tensors that share one for tied
+        weights, and clone them."""
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
@@ -99,10 +92,8 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """One block of device memory with the interface of :class:`HostMemory`, for a unit that lives there.
-
-    Ownership: the unit that made it. It is zero at first, and given back when the last tensor over it dies.
-    """
+    """One block of device memory with the interface of :class:`HostMemory`, for the unit that made it and lives there: zero at
+    first, and given back when the last tensor over it dies."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self._block = torch.zeros(max(size_bytes, 1), dtype=torch.uint8, device=device)

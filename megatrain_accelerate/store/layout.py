@@ -1,7 +1,7 @@
 """Where each parameter of a unit lies in the unit's flat buffers. Arithmetic only: no memory, no device.
 
 A *unit* is what is fetched and stepped as a whole: one streamed layer, or one group of resident parameters. Its
-parameters are ordered in four regions, so that everything that shares a fate is contiguous::
+parameters are in four regions, so that everything that shares a fate is contiguous::
 
     weights    | trainable bf16 | trainable fp32 | frozen bf16 | frozen fp32 |      bytes of each dtype
     gradients  | trainable bf16 | trainable fp32 |                                  the same offsets: a prefix

@@ -19,8 +19,6 @@ from megatrain_accelerate.store.layout import FlatEntry, Share
 class NotedTensor:
     """A tensor as it was when it was noted. It isn't kept alive."""
 
-    __slots__ = ("_tensor", "_version")
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = TensorWeakRef(tensor)
         self._version = tensor._version
@@ -142,8 +140,8 @@ def written_among(handles: Sequence[ParamHandle]) -> list[int]:
 class ParameterState:
     """One parameter in the store, as views of its unit's flat buffers. ``None`` where a frozen one has nothing.
 
-    ``weight`` (its shape, bf16 or fp32), ``gradient`` (the same; None too for a unit on the device, whose gradients are
-    autograd's own), ``residual`` (int16) and ``moments`` of the optimizer, each tensor with a storage of its own.
+    ``weight`` (bf16 or fp32), ``gradient`` (the same; None too for a unit on the device, whose gradients are autograd's own),
+    ``residual`` (int16) and ``moments`` of the optimizer, each tensor with a storage of its own.
     """
 
     handle: ParamHandle
@@ -154,11 +152,11 @@ class ParameterState:
     gradient: torch.Tensor | None = None
     moments: Moments | None = None
     gradient_residual: torch.Tensor | None = None
-    """int16, at the unit's home: the low half of an fp32 sum of gradients whose bf16 half is the gradient. None before
-    :meth:`HostUnit.allocate_gradient_residuals`. What a step reads."""
+    """int16, at the unit's home: the low half of an fp32 sum of gradients whose bf16 half is the gradient, for the step. None
+    before :meth:`HostUnit.allocate_gradient_residuals`."""
     sum_residual: torch.Tensor | None = None
-    """The same beside ``parameter.grad``, where the sum is made: ``gradient_residual`` itself, but for a resident parameter
-    whose states are on the host. It counts while the handle :attr:`~ParamHandle.has_fp32_sum`."""
+    """The same beside ``parameter.grad``, where the sum is made: another one for a resident parameter whose states are on the
+    host. It counts while the handle :attr:`~ParamHandle.has_fp32_sum`."""
     share: Share | None = None
     """What of the unit this rank steps, where several share it."""
     row: int | None = None

@@ -41,8 +41,7 @@ class Ticket:
 class StepWorker:
     """One named thread with one queue; it owns the order of all writes to the host store.
 
-    After a failure the work that was queued behind it is not run, and every waiter gets the first cause: a step that
-    was half applied must not be built upon.
+    After a failure nothing that was queued is run, and every waiter gets the first cause: nobody may build upon half a step.
     """
 
     def __init__(self, name: str = "megatrain-step-worker") -> None:
@@ -66,8 +65,8 @@ class StepWorker:
                         work()
                     except BaseException as error:
                         self._failure = error
-                    if (observer := self.on_work_done) is not None:
-                        observer(ticket.name, start_ns, time.perf_counter_ns())
+                    if self.on_work_done is not None:
+                        self.on_work_done(ticket.name, start_ns, time.perf_counter_ns())
                 ticket.finish(self._failure)
                 del item, ticket, work  # a closure may hold device memory
 
@@ -84,8 +83,7 @@ class StepWorker:
         self.raise_if_failed()
         if self._closed:
             raise StepWorkerError(f"the host optimizer's thread was closed; {name!r} can't be run")
-        ticket = Ticket(name)
-        self._last_ticket = ticket
+        self._last_ticket = ticket = Ticket(name)
         self._queue.put((ticket, work))
         return ticket
 

@@ -35,12 +35,11 @@ class HostUnit:
     and whoever writes to the parameters from outside (``load_state_dict``). Readers: the h2d stream (weights), the
     step worker. :attr:`version` changes whenever a device copy of the weights becomes stale.
 
-    Weights and residuals are made with the unit. Gradients and moments are promised when it is to be trained, and made when
+    Weights and residuals are made with the unit; gradients and moments are promised when it is to be trained, and made when
     they are first needed, where the unit lives by then.
 
     Args:
-        parameters: (name, parameter) of the unit, each parameter once, in model order.
-        dtypes: the dtype in which each of them computes.
+        parameters: (name, parameter) of the unit, each parameter once, in model order; each computes in its one of ``dtypes``.
         register: see :class:`HostMemory`.
         holds_masters: False if the weights are all there is of them: loaded in bf16, and not to be trained so far.
         moments_dtype: fp32, bf16, or int8 for codes and scales.
@@ -91,10 +90,9 @@ class HostUnit:
         """Flat moments of the fused optimizer. None before :meth:`allocate_moments`."""
         self.passes_gradients = False
         """Whether gradients have no memory here: :attr:`gradients` is then the buffer that they came in last."""
+        share = None if self.shared is None else self.shared.share
         self.states = [
-            ParameterState(
-                ParamHandle(parameter), entry, parameter.data, share=None if self.shared is None else self.shared.share
-            )
+            ParameterState(ParamHandle(parameter), entry, parameter.data, share=share)
             for (_, parameter), entry in zip(parameters, self.layout.entries, strict=True)
         ]
         from_device = any(parameter.device.type != "cpu" for _, parameter in parameters)
@@ -128,13 +126,12 @@ class HostUnit:
         self._bind(kind)
         if self.shared is not None and self.device is None:
             # Pages of what this rank alone writes to are made on all its threads: zero, as they are.
-            share, own = self.shared.share, list[torch.Tensor]()
+            share = self.shared.share
             if kind == "gradients" and self.gradients is not None:
-                own = [self.gradients[share.bytes]]
+                self._host_kernels.zero(self.gradients[share.bytes])
             elif kind == "moments" and self.moments is not None:
-                own = list(self.moments.run(share.begin, share.end - share.begin))
-            for part in own:
-                self._host_kernels.zero(part)
+                for part in self.moments.run(share.begin, share.end - share.begin):
+                    self._host_kernels.zero(part)
         return memory
 
     def _bind(self, kind: str) -> None:
@@ -170,10 +167,8 @@ class HostUnit:
             state.weight.copy_(value)
 
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
-        """Sets a parameter's master (and so its weight) from ``value``: same shape, any floating dtype and device.
-
-        Raises ``StateError`` where ``value`` has another shape, or isn't a floating tensor with data.
-        """
+        """Sets a parameter's master (and so its weight) from ``value``, of any floating dtype and device. A ``StateError``
+        where it has another shape or no data, or isn't floating."""
         if value.shape != state.weight.shape or not value.is_floating_point() or value.is_meta:
             raise StateError(
                 f"parameter {self.name}.{state.name} was prepared with shape {tuple(state.weight.shape)} and is now a "
@@ -221,9 +216,8 @@ class HostUnit:
     def promised_bytes(self) -> int:
         """Host memory that was promised and isn't made yet; none of a unit that lives on the device. Of several ranks each
         counts its share."""
-        if self.is_on_device:
-            return 0
-        return sum(map(self._size_of, self._promised - self.memory.keys())) // (self.shared.ranks.size if self.shared else 1)
+        missing = set() if self.is_on_device else self._promised - self.memory.keys()
+        return sum(map(self._size_of, missing)) // (self.shared.ranks.size if self.shared else 1)
 
     def allocate_gradients(self) -> None:
         """Makes the gradients' memory, registered, if it was promised. Does nothing if it exists, or on the device."""
@@ -231,10 +225,8 @@ class HostUnit:
             self._make("gradients").register()
 
     def allocate_gradient_residuals(self, register: bool = False) -> None:
-        """Makes the memory with which gradients can be summed in fp32. Does nothing if it exists, or without bf16 gradients.
-
-        ``register``: page-lock it, for residuals that come from the device.
-        """
+        """Makes the memory with which bf16 gradients can be summed in fp32, if it is missing; page-locked to ``register`` it,
+        for residuals that come from the device."""
         if self.layout.split_elements and self.gradient_residuals is None:
             if register:
                 self._registered_kinds.add("gradient_residuals")
@@ -261,11 +253,13 @@ class HostUnit:
     def is_on_device(self) -> bool:
         return self.device is not None
 
-    def pieces(self, of_unit: torch.Tensor, of_slot: torch.Tensor, trainable_only: bool) -> list[tuple[torch.Tensor, ...]]:
-        """What one copy moves: views of the unit's flat weights or gradients, and of a slot's buffer; all uint8."""
-        size = self.layout.gradient_bytes if trainable_only else self.layout.weight_bytes
-        place = self.shared.share.bytes if self.shared is not None and trainable_only else slice(0, size)
-        return [(of_unit[place], of_slot[place])]
+    def pieces(self, of_slot: torch.Tensor, gradients: torch.Tensor | None = None) -> list[tuple[torch.Tensor, ...]]:
+        """What one copy moves: views of the unit's flat weights, or of its ``gradients``, and of a slot's buffer; all
+        uint8."""
+        place = slice(0, self.layout.weight_bytes if gradients is None else self.layout.gradient_bytes)
+        if self.shared is not None and gradients is not None:
+            place = self.shared.share.bytes
+        return [((self.weights if gradients is None else gradients)[place], of_slot[place])]
 
     def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a parameter's tensor, or of a gradient's, that this process steps: all of it unless it is shared."""
@@ -279,11 +273,11 @@ class HostUnit:
             state.handle.note_version()
 
     def move(self, device: torch.device | None, kernels: StepKernels) -> None:
-        """What the unit has lives on ``device`` from now on, where gradients are autograd's own.
+        """What the unit has, its parameters' data and gradients among it, lives on ``device`` from now on, where gradients are
+        autograd's own; with None on the host again, in memory that is made and registered anew.
 
-        With None it is on the host again, in memory that is made and registered anew. ``kernels``: those of the new home.
-        Nothing may be pending on the unit: no step, no copy. The parameters' data and gradients move along. If it doesn't
-        fit (``torch.OutOfMemoryError``, ``HostMemoryError``) the unit stays as it was.
+        ``kernels``: those of the new home. No step and no copy may be pending on the unit. If it doesn't fit
+        (``torch.OutOfMemoryError``, ``HostMemoryError``) it stays as it was.
         """
         old_memory = self.memory
         gradients = [state.parameter.grad for state in self.states]
@@ -351,10 +345,8 @@ class HostUnit:
 
 
 class UnitRange:
-    """Some of the experts of a unit: a range of each of its parameters, whose dimensions are (experts, ...).
-
-    The unit's memory is contiguous; in a slot the ranges lie one behind the other, as the parameters of a small unit.
-    """
+    """Some of the experts of a unit: a range of each of its parameters, whose dimensions are (experts, ...). In a slot the
+    ranges lie one behind the other, as the parameters of a small unit."""
 
     is_on_device = False
 
@@ -366,21 +358,16 @@ class UnitRange:
     def version(self) -> int:
         return self.whole.version
 
-    @property
-    def weights(self) -> torch.Tensor:
-        """Of all experts; :meth:`pieces` says which bytes are the range's."""
-        return self.whole.weights
-
     def register_weights(self) -> None:
         """See :meth:`HostUnit.register_weights`."""
         self.whole.register_weights()
 
-    def pieces(self, of_unit: torch.Tensor, of_slot: torch.Tensor, trainable_only: bool) -> list[tuple[torch.Tensor, ...]]:
-        """For each parameter, or each that is trained, views of the range's bytes in ``of_unit``, flat weights or gradients of
-        all experts, and in ``of_slot``, a slot's buffer; both uint8."""
+    def pieces(self, of_slot: torch.Tensor, gradients: torch.Tensor | None = None) -> list[tuple[torch.Tensor, ...]]:
+        """As those of the whole unit, whose ``gradients`` are: one for each parameter, or each that is trained."""
+        of_unit = self.whole.weights if gradients is None else gradients
         found: list[tuple[torch.Tensor, ...]] = []
         for entry, own in zip(self.whole.layout.entries, self.layout.entries, strict=True):
-            if entry.spec.trainable or not trainable_only:
+            if entry.spec.trainable or gradients is None:
                 begin, end = (entry.spec.dtype.itemsize * place for place in self.experts.elements(entry))
                 here = of_slot[own.weight_offset : own.weight_offset + end - begin]
                 found.append((of_unit[entry.weight_offset + begin : entry.weight_offset + end], here))
@@ -400,8 +387,7 @@ def planned_host_bytes(
 ) -> dict[str, int]:
     """Bytes that units of these layouts will take with the fused optimizer, by what they hold.
 
-    ``training``: whether there are gradients and moments. ``fp32_sums``: whether gradients are summed in
-    fp32. ``passing``: how many of the first units are layers whose gradients pass.
+    ``training``: whether there are gradients and moments. ``passing``: how many of the first units have gradients that pass.
     """
     layouts = list(layouts)
     residuals = sum(2 * layout.split_elements for layout in layouts)

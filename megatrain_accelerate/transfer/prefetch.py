@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.meter import Cause, Meter, named_range
 from megatrain_accelerate.transfer.parts import Fetched
 from megatrain_accelerate.transfer.streams import Streams, WeightSlot
@@ -114,7 +115,7 @@ class Prefetcher:
         self.drop_own_slots()
         self._refused_at.clear()
         for layer in self._layers:
-            if layer.unit.is_on_device:
+            if isinstance(layer.unit, HostUnit) and layer.unit.is_on_device:
                 self.own_slots[layer.index] = WeightSlot(layer.unit.weights, self._streams)
         if len(self.own_slots) == len(self._layers):
             self.slots = []
@@ -274,7 +275,7 @@ class Prefetcher:
             # WAR: kernels of the layer that the slot held may still read it.
             h2d_stream.wait_event(slot.compute_finished_event)
             with self._meter.copying(Cause.H2D, size_bytes):
-                for source, target in layer.unit.pieces(layer.unit.weights, slot.buffer, trainable_only=False):
+                for source, target in layer.unit.pieces(slot.buffer):
                     target.copy_(source, non_blocking=True)
             slot.params_copied_event.record(h2d_stream)
         self._last_copied_event = slot.params_copied_event

@@ -17,12 +17,11 @@
 //
 // Moments are kept in fp32, in bf16, or as 8-bit codes (adamw_int8_moments.h); the arithmetic is fp32.
 //
-// bf16 moments are rounded stochastically when they are stored. To nearest the second one would stand still: with beta2 =
-// 0.999 a step changes it by at most a thousandth while bf16 has steps of 1/256, so that it could neither grow slowly nor
-// decay. Rounded up with the probability of what is cut off, it is right in the mean (Zamirai et al., "Revisiting BFloat16
-// Training", arXiv 2010.06192). The random bits are a hash of the element's number and of the step's, so that threads,
-// chunks, the place of a unit and a resumed run change nothing: the finaliser of MurmurHash3 (Appleby), its low half for the
-// first moment and its high half for the second.
+// bf16 moments are rounded stochastically when they are stored. To nearest the second one could neither grow slowly nor decay:
+// with beta2 = 0.999 a step changes it by at most a thousandth, and bf16 has steps of 1/256. Rounded up with the probability
+// of what is cut off, it is right in the mean (Zamirai et al., "Revisiting BFloat16 Training", arXiv 2010.06192). The random
+// bits hash the element's and the step's number, so that threads, chunks, the place of a unit and a resumed run change
+// nothing: the finaliser of MurmurHash3 (Appleby), its low half for the first moment and its high half for the second.
 #pragma once
 
 #include <algorithm>
@@ -78,8 +77,8 @@ MEGATRAIN_INLINE uint32_t rounding_bits(uint32_t element, uint32_t seed) {
   return x;
 }
 
-// Moments in floating point are asked for before they are needed: by themselves processors fetch ahead within a page only.
-// With 14 threads of an Intel Xeon (with AVX-512) the step was 5 to 12% faster so.
+// Moments in floating point are asked for before they are needed: processors fetch ahead within a page only. With 14 threads
+// of an Intel Xeon (with AVX-512) the step was 5 to 12% faster so.
 constexpr int64_t kPrefetchedElements = 256;
 constexpr int64_t kPrefetchDistance = 2048;
 

@@ -12,9 +12,9 @@
 // Why floating point: what counts is m / sqrt(v) of each element, the small ones too, and the ranges of m and of sqrt(v) are
 // the same. A v above zero never gets the code of zero: next to an m that did not vanish it would make a step of lr * m / eps.
 //
-// Codes are rounded stochastically, for the reason in adamw.h and with its random bits, so that m and v are right in the
-// mean. A block's largest element has the last code and is held exactly; with that, and codes that are rounded to
-// nearest, moments that are decoded and coded again have the same bits (moments.py does it for checkpoints).
+// Codes are rounded stochastically, for the reason in adamw.h and with its random bits. A block's largest element has the last
+// code and is held exactly; so moments that are decoded and, to nearest, coded again (moments.py, for checkpoints) have the
+// same bits.
 #pragma once
 
 #include <cstdint>

@@ -1,10 +1,10 @@
 // Run-time choice of the instruction set for loops that the compiler vectorises.
 //
-// A job is a struct with `void range(int64_t begin, int64_t end) const`, marked MEGATRAIN_INLINE. run_range<Job>()
-// compiles its loop once per instruction set. The bits don't depend on the choice: the library is built with
-// -ffp-contract=off, every fused multiply-add is written out as __builtin_fmaf, and add, multiply, divide and square
-// root are correctly rounded by IEEE 754 at every vector width. The baseline of x86-64 has no FMA instruction and calls
-// libm's fmaf(), which is exact but slow; it is there for machines older than 2013 and for the tests.
+// A job is a struct with `void range(int64_t begin, int64_t end) const`, marked MEGATRAIN_INLINE, whose loop is compiled once
+// per instruction set. The bits don't depend on the choice: the library is built with -ffp-contract=off, every fused
+// multiply-add is written out as __builtin_fmaf, and add, multiply, divide and square root are correctly rounded by IEEE 754
+// at every vector width. The baseline of x86-64 has no FMA instruction and calls libm's fmaf(), which is exact but slow; it is
+// there for machines older than 2013 and for the tests.
 //
 // (GCC's target_clones isn't used: it dispatches "arch=haswell" by the exact CPU model, needs GCC 12 for
 // "arch=x86-64-v3", needs ifunc from the C library, and can't be told to run a smaller set for a test.)
@@ -77,8 +77,7 @@ __attribute__((target("avx2,fma"))) void run_range_avx2(const void* job, int64_t
 }
 
 template <class Job>
-MEGATRAIN_AVX512 void run_range_avx512(
-    const void* job, int64_t begin, int64_t end) {
+MEGATRAIN_AVX512 void run_range_avx512(const void* job, int64_t begin, int64_t end) {
   static_cast<const Job*>(job)->range(begin, end);
 }
 #endif

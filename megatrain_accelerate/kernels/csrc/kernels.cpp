@@ -24,8 +24,6 @@ constexpr int64_t kGrain = 128 * 1024;
 constexpr int64_t kBytesGrain = 4 * 1024 * 1024;
 
 struct Kernels {
-  Kernels(int threads, InstructionSet set) : pool(threads), instruction_set(set) {}
-
   template <class Job>
   void run(const Job& job, int64_t count, int64_t grain = kGrain) {
     pool.run(range_function<Job>(instruction_set), &job, count, grain);
@@ -102,7 +100,7 @@ MEGATRAIN_EXPORT int megatrain_best_instruction_set() { return best_instruction_
 // Null when the threads can't be started. `instruction_set` must not exceed megatrain_best_instruction_set().
 MEGATRAIN_EXPORT Kernels* megatrain_create(int threads, int instruction_set) {
   try {
-    return new Kernels(threads, static_cast<InstructionSet>(instruction_set));
+    return new Kernels{ThreadPool(threads), static_cast<InstructionSet>(instruction_set)};
   } catch (const std::exception&) {
     return nullptr;
   }
@@ -115,9 +113,8 @@ MEGATRAIN_EXPORT void megatrain_destroy(Kernels* kernels) {
   }
 }
 
-// With split masters `lo` isn't null and weights and gradients are bf16, else they are fp32; `grad_lo` is null where the
-// gradient isn't a sum. Moments have `moment_bits`: 32 and 16 are floating-point numbers; 8 are codes, whose scales are those
-// of the blocks that begin with the first element.
+// Weights and gradients are bf16 with `lo`, the masters' residuals, and fp32 without; `grad_lo` is null where the gradient is
+// no sum. Moments of 32 and 16 bits are floating-point numbers; of 8, codes, and the first element begins their first block.
 MEGATRAIN_EXPORT void megatrain_adamw(Kernels* kernels, void* weight, int16_t* lo, void* m, void* v, void* grad,
                                       int16_t* grad_lo, int64_t count, float* m_scale, float* v_scale, int moment_bits,
                                       AdamConstants constants, uint32_t first_element, uint32_t seed) {

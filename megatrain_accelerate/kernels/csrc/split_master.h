@@ -3,21 +3,19 @@
 //   bits of the fp32 master = (hi << 16) + sign_extend(lo)        in 32-bit integer arithmetic, modulo 2**32
 //   hi = (bits + 0x8000) >> 16,  lo = bits - (hi << 16)
 //
-// `hi` is the master rounded to bf16, to nearest with ties away from zero (the bits are sign and magnitude, so adding
-// half a unit rounds the magnitude up). Ties to even, torch's rule for float -> bfloat16, can't be stored: around an
-// even hi both ties round inward, so 65,537 masters would share that hi, and 16 bits tell 65,536 apart. With ties away
-// from zero each hi has exactly 65,536 masters, lo covers [-32768, 32767], and the pair is invertible for every one of
-// the 2**32 patterns: normal, denormal, infinite or NaN. The two rules differ only for a master exactly halfway between
-// two bf16 numbers, one pattern in 65,536.
+// `hi` is the master rounded to bf16, to nearest with ties away from zero (the bits are sign and magnitude, so adding half a
+// unit rounds the magnitude up). Ties to even, torch's rule for float -> bfloat16, can't be stored: around an even hi both
+// ties round inward, so 65,537 masters would share that hi, and 16 bits tell 65,536 apart. With ties away from zero each hi
+// has exactly 65,536 masters, lo covers [-32768, 32767], and the pair is invertible for every one of the 2**32 patterns:
+// normal, denormal, infinite or NaN. The rules differ only for a master halfway between two bf16 numbers, one pattern in
+// 65,536.
 //
-// A finite master above bf16's largest finite number (3.39e38) has hi = infinity, as under torch's rule. hi of an exact
-// infinity is that infinity.
+// As under torch's rule, a finite master above bf16's largest finite number (3.39e38) has hi = infinity, as infinity itself.
 //
-// An fp32 sum of bf16 gradients is split in the same way: the bf16 half is what `parameter.grad` shows. Whoever reads the
-// gradient may also write to it behind autograd's back (`parameter.grad.data.zero_()`), which leaves the residual of another
-// number. It is at most half a unit of that number then, but beside a zero a negative one would make a NaN, which no sum
-// does: there it counts as zero. A NaN is stored as the quiet NaN 0x7fc00000: others, among them the one that GPUs make
-// (0x7fffffff), would be split into a bf16 half that isn't a NaN.
+// An fp32 sum of bf16 gradients is split in the same way, into `parameter.grad` and a residual. Who writes to the gradient
+// behind autograd's back (`parameter.grad.data.zero_()`) leaves the residual of another number, of at most half a unit of
+// that; but beside a zero a negative one would make a NaN, which no sum does: there it counts as zero. A NaN is stored as the
+// quiet NaN 0x7fc00000: others, as the one that GPUs make (0x7fffffff), would be split into a bf16 half that isn't a NaN.
 #pragma once
 
 #include <cstdint>

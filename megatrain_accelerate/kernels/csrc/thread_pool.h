@@ -1,8 +1,8 @@
 // A persistent pool of threads for loops over long arrays.
 //
-// One call of run() is one loop over [0, count), cut into chunks that the threads take from an atomic counter, so a
-// thread that the system delays costs one chunk and not a fixed share. The calling thread takes part. Which thread
-// works on which chunk never enters the arithmetic: each element is computed alone.
+// One call of run() is one loop over [0, count), cut into chunks that the threads, the calling one among them, take from an
+// atomic counter, so that one that the system delays costs a chunk and not a fixed share. Which thread works on which chunk
+// never enters the arithmetic: each element is computed alone.
 #pragma once
 
 #include <cfenv>
@@ -69,12 +69,10 @@ class ThreadPool {
       std::fegetenv(&caller_environment_);
       next_.store(0, std::memory_order_relaxed);
       open_ = true;
-      ++generation_;
     }
     work_ready_.notify_all();
     take_chunks();
     std::unique_lock<std::mutex> lock(mutex_);
-    // No chunk is left, so a worker that is still asleep needn't wake for this job; wait for those inside only.
     open_ = false;
     workers_left_.wait(lock, [this] { return busy_ == 0; });
   }
@@ -94,19 +92,19 @@ class ThreadPool {
 #if defined(__linux__)
     pthread_setname_np(pthread_self(), "megatrain-host");
 #endif
-    uint64_t seen = 0;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      work_ready_.wait(lock, [&] { return stopping_ || (open_ && generation_ != seen); });
+      work_ready_.wait(lock, [this] { return stopping_ || open_; });
       if (stopping_) {
         return;
       }
-      seen = generation_;
       ++busy_;
       std::fesetenv(&caller_environment_);
       lock.unlock();
       take_chunks();
       lock.lock();
+      // No chunk is left: who is still asleep needn't wake for this job, and the caller waits for those inside only.
+      open_ = false;
       if (--busy_ == 0) {
         workers_left_.notify_one();
       }
@@ -138,7 +136,6 @@ class ThreadPool {
   int64_t count_ = 0;
   int64_t grain_ = 1;
   std::fenv_t caller_environment_{};
-  uint64_t generation_ = 0;
   int busy_ = 0;
   bool open_ = false;
   bool stopping_ = false;
