@@ -317,13 +317,13 @@ def measure_link(device: torch.device) -> tuple[float, float, float]:
 
 
 def measure_host(kernels: HostKernels, elements: int) -> tuple[float, float]:
-    """Parameters a second that AdamW steps with all threads, and bytes a second of a plain loop on the same arrays, with the
-    same traffic: what the memory gives."""
+    """Parameters a second that AdamW steps with all threads, and bytes a second of a plain sum of its fp32 arrays: what the
+    memory gives."""
     hi, residual, moments, gradient = step_arrays(kernels, elements)
     cpu = torch.device("cpu")
     step = seconds_of(cpu, lambda: kernels.adamw(hi, residual, moments, gradient, STEP_ARGUMENTS), min)
-    probe = seconds_of(cpu, lambda: kernels.stream_probe(hi, residual, *moments, gradient), min)
-    return elements / step, STEP_BYTES * elements / probe
+    plain_sum = seconds_of(cpu, lambda: kernels.accumulate(*moments), min)
+    return elements / step, 3 * moments.exp_avg.nbytes / plain_sum  # two are read, one is written
 
 
 def link(device: torch.device) -> list[Finding]:

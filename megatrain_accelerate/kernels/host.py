@@ -45,13 +45,8 @@ _REBUILD = "build it with `pip install --force-reinstall --no-deps .` in a check
 class AdamConstants(ctypes.Structure):
     """Mirror of ``AdamConstants`` in ``csrc/adamw.h``; ctypes rounds each double to float."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_float)
-        for name in (
-            *("gradient_factor", "decay", "l2", "one_minus_beta1", "beta2", "one_minus_beta2"),
-            *("correction2_sqrt", "eps", "negative_step_size"),
-        )
-    )
+    _names = "gradient_factor decay l2 one_minus_beta1 beta2 one_minus_beta2 correction2_sqrt eps negative_step_size"
+    _fields_ = tuple((name, ctypes.c_float) for name in _names.split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,10 +173,11 @@ class HostKernels:
         """One AdamW (or Adam) step in place, in one pass; ``csrc/adamw.h`` has its memory traffic.
 
         Args:
-            weight, grad: (N) bfloat16 with ``residual``, else (N) float32. residual: (N) int16; join(weight, residual) is the
-            fp32 master. moments: of these N elements. grad_residual: (N) int16 where the gradient is the fp32 sum join(grad,
-            grad_residual). first_element: its number in its unit, for the rounding of moments that aren't fp32; with 8-bit
-            ones a block's first.
+            weight, grad: (N) bfloat16 with ``residual``, else (N) float32.
+            residual: (N) int16; join(weight, residual) is the fp32 master.
+            moments: of these N elements.
+            grad_residual: (N) int16 where the gradient is the fp32 sum join(grad, grad_residual).
+            first_element: its number in its unit, for the rounding of moments that aren't fp32; begins a block of 8-bit ones.
         """
         dtype = torch.float32 if residual is None else torch.bfloat16
         exp_avg, exp_avg_sq = moments.exp_avg, moments.exp_avg_sq
@@ -261,19 +257,6 @@ class HostKernels:
     def zero(self, tensor: torch.Tensor) -> None:
         """Fills a tensor of any dtype with zero bytes, on all threads: also the way to touch new memory first."""
         self._call("fill", ctypes.c_int64(tensor.element_size()), tensor=(tensor, tensor.dtype), source=(None, tensor.dtype))
-
-    def stream_probe(
-        self, hi: torch.Tensor, residual: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor
-    ) -> None:
-        """The memory traffic of :meth:`adamw` with trivial arithmetic, for benchmarks; overwrites all."""
-        self._call(
-            "stream_probe",
-            hi=(hi, torch.bfloat16),
-            residual=(residual, torch.int16),
-            exp_avg=(exp_avg, torch.float32),
-            exp_avg_sq=(exp_avg_sq, torch.float32),
-            grad=(grad, torch.bfloat16),
-        )
 
     def _call(self, function: str, *others: Any, **tensors: tuple[torch.Tensor | None, torch.dtype]) -> Any:
         """Hands over the tensors, null for what there isn't, their common length and the other arguments.

@@ -46,20 +46,6 @@ Step = tuple[ParameterState, AdamArguments]
 """A parameter and the constants with which it is stepped."""
 
 
-def _adam_arguments(group: dict[str, Any], step: int, clip_factor: float, is_adamw: bool) -> AdamArguments:
-    return AdamArguments(
-        lr=float(group["lr"]),
-        beta1=float(group["betas"][0]),
-        beta2=float(group["betas"][1]),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        step=step,
-        clip_factor=clip_factor,
-        decoupled=is_adamw or bool(group.get("decoupled_weight_decay")),
-        maximize=bool(group["maximize"]),
-    )
-
-
 def refuse_unfused(groups: Iterable[dict[str, Any]]) -> None:
     """Raises an ``UnsupportedError`` for groups that were edited or loaded since the optimizer was prepared, and have options
     that the fused kernel hasn't."""
@@ -256,7 +242,11 @@ class FusedStep(HostStep):
         for (state, group), number in zip(found, numbers, strict=True):
             factor = factors.get(id(state.parameter), 1.0)
             if (key := (id(group), number, factor)) not in shared:
-                arguments = _adam_arguments(group, number, factor, self._is_adamw)
+                values = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+                lr, beta1, beta2, eps, decay = map(float, values)
+                decoupled = self._is_adamw or bool(group.get("decoupled_weight_decay"))
+                maximize = bool(group["maximize"])
+                arguments = AdamArguments(lr, beta1, beta2, eps, decay, number, factor, decoupled, maximize)
                 shared[key] = equal.setdefault(arguments, arguments)
             steps.append((state, shared[key]))
         return steps

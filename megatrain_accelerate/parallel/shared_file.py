@@ -6,12 +6,10 @@ bound by the size of ``/dev/shm``, which is 64 MiB in many containers.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 from megatrain_accelerate.errors import HostMemoryError
@@ -28,35 +26,28 @@ def _identity(descriptor: int) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-@contextlib.contextmanager
-def _explained(rank: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise HostMemoryError(
-            f"rank {rank} can't share host memory with the others of this machine ({error}); start all processes as one user, "
-            "in one container, without a limit on the size of files (`ulimit -f unlimited`)"
-        ) from error
-
-
 class SharedFile:
     """One file of all ranks, and which ranges of it are taken. All ranks make it together, and reserve the same sizes in the
     same order. A ``HostMemoryError`` where the kernel refused it, or a rank can't open it."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._end, self._ranks = 0, ranks.size
-        if ranks.rank == 0:
-            with _explained(ranks.rank):
+        try:
+            if ranks.rank == 0:
                 huge = open_huge_file()
                 self._descriptor = os.memfd_create("megatrain", os.MFD_CLOEXEC) if huge is None else huge
                 os.ftruncate(self._descriptor, _LENGTH)
-            ranks.broadcast((os.getpid(), self._descriptor, _identity(self._descriptor)))
-        else:
-            process, descriptor, identity = ranks.broadcast(None)
-            with _explained(ranks.rank):
+                ranks.broadcast((os.getpid(), self._descriptor, _identity(self._descriptor)))
+            else:
+                process, descriptor, identity = ranks.broadcast(None)
                 self._descriptor = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
                 if _identity(self._descriptor) != identity:
                     raise OSError(f"process {process} is another one here")
+        except OSError as error:
+            raise HostMemoryError(
+                f"rank {ranks.rank} can't share host memory with the others of this machine ({error}); start all processes as "
+                "one user, in one container, without a limit on the size of files (`ulimit -f unlimited`)"
+            ) from error
         ranks.meet("sharing host memory")  # only then may the first rank close its descriptor
         weakref.finalize(self, os.close, self._descriptor)  # mappings stay as long as anybody holds them
 

@@ -169,12 +169,10 @@ class Prefetcher:
     def leased(self, layer: Fetched) -> WeightSlot | None:
         """The slot that the layer has a lease of, and reads now, if it holds the weights of now; else the lease ends."""
         slot = self.leases.get(layer.index)
-        if slot is None:
-            return None
-        if slot is self._slot_of(layer):
+        if slot is not None and slot is self._slot_of(layer):
             slot.last_used = next(self._clock)
             return slot
-        self._end_lease(layer.index)
+        self.end_lease(layer.index, prefetches=False)
         return None
 
     def lease(self, layer: Fetched, upcoming: Sequence[int]) -> WeightSlot:
@@ -183,18 +181,14 @@ class Prefetcher:
         slot = self.leases[layer.index] = self.acquire(layer, upcoming)
         return slot
 
-    def end_lease(self, index: int) -> None:
+    def end_lease(self, index: int, prefetches: bool = True) -> None:
         """A layer's backward is over: its slot is free for the layer that is expected next. Does nothing without one."""
-        if self._end_lease(index):
-            self.prefetch(self._upcoming)
-
-    def _end_lease(self, index: int) -> WeightSlot | None:
-        slot = self.leases.pop(index, None)
-        if slot is not None:
+        if (slot := self.leases.pop(index, None)) is not None:
             slot.until_lease_ends.close()
             slot.leaves = []
             self.release(slot)
-        return slot
+            if prefetches:
+                self.prefetch(self._upcoming)
 
     def _note_slots(self) -> None:
         """Called when there are others."""
@@ -230,7 +224,7 @@ class Prefetcher:
             )
         index = min(leased, key=lambda index: self.leases[index].last_used)
         found = self.leases[index]
-        self._end_lease(index)
+        self.end_lease(index, prefetches=False)
         return found
 
     def prefetch(self, upcoming: Sequence[int]) -> None:

@@ -5,13 +5,13 @@
 For each number of threads it prints:
 
 - ``adamw_split``: the step on split masters (26 bytes of memory traffic a parameter);
-- ``stream_probe``: the same arrays read and written with trivial arithmetic: the bound that the memory sets;
+- ``plain sum``: one fp32 array added to another (12 bytes): the bound that the memory sets;
 - ``adamw_split_bf16``: the step on split masters with bf16 moments (18 bytes);
 - ``adamw_split_int8``: the same with 8-bit moments (14.1 bytes);
 - ``adamw_fp32``: the step on plain fp32 weights and gradients (28 bytes);
 - ``torch fused``: ``torch.optim.AdamW(fused=True)`` on the same fp32 tensors (28 bytes, no bf16 weights written).
 
-G parameters/s is the figure to size a run with; "of probe" is the kernel's GB/s over the probe's. Memory is huge-page
+G parameters/s is the figure to size a run with; "of sum" is the loop's GB/s over the plain sum's. Memory is huge-page
 backed (``mmap`` with ``MADV_HUGEPAGE``), as the host store's is. Rounds of the two loops on the same arrays alternate
 and the best round counts, so that a neighbour on the machine disturbs both alike. 1 GB = 1e9 bytes.
 """
@@ -33,7 +33,7 @@ from megatrain_accelerate.units import GB
 
 BYTES = {
     "adamw_split": 26.0,
-    "stream_probe": 26.0,
+    "plain sum": 12.0,
     "adamw_split_bf16": 18.0,
     "adamw_split_int8": 14.125,
     "adamw_fp32": 28.0,
@@ -52,7 +52,7 @@ class Row:
     seconds: float
     giga_parameters_per_s: float
     gigabytes_per_s: float
-    of_probe: float
+    of_sum: float
 
 
 def huge_page_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -84,7 +84,7 @@ def states(kernels: HostKernels, count: int, *dtypes: torch.dtype) -> list[torch
 
 
 def split_seconds(kernels: HostKernels, parameters: int, rounds: int) -> dict[str, float]:
-    """The step on split masters and the probe, on the same arrays."""
+    """The step on split masters and the plain sum, on the same arrays."""
     half, single = torch.bfloat16, torch.float32
     hi, residual, exp_avg, exp_avg_sq, grad = states(kernels, parameters, half, torch.int16, single, single, half)
     grad.fill_(1e-3)
@@ -92,7 +92,7 @@ def split_seconds(kernels: HostKernels, parameters: int, rounds: int) -> dict[st
     return best_seconds(
         {
             "adamw_split": lambda: kernels.adamw(hi, residual, moments, grad, ARGUMENTS),
-            "stream_probe": lambda: kernels.stream_probe(hi, residual, exp_avg, exp_avg_sq, grad),
+            "plain sum": lambda: kernels.accumulate(exp_avg, exp_avg_sq),
         },
         rounds,
     )
@@ -147,11 +147,11 @@ def measure(parameters: int, threads: int, rounds: int) -> list[Row]:
     seconds |= int8_seconds(kernels, parameters, rounds) | fp32_seconds(kernels, parameters, rounds)
     kernels.close()
 
-    probe_rate = parameters * BYTES["stream_probe"] / seconds["stream_probe"]
+    sum_rate = parameters * BYTES["plain sum"] / seconds["plain sum"]
     rows = []
     for name, elapsed in seconds.items():
         rate = parameters * BYTES[name] / elapsed
-        rows.append(Row(name, threads, elapsed, parameters / elapsed / 1e9, rate / GB, rate / probe_rate))
+        rows.append(Row(name, threads, elapsed, parameters / elapsed / 1e9, rate / GB, rate / sum_rate))
     return rows
 
 
@@ -168,13 +168,13 @@ def main() -> None:
 
     instruction_set = HostKernels(1).instruction_set
     print(f"{options.parameters:,} parameters, {instruction_set} kernels, torch {torch.__version__}")
-    print(f"{'loop':<18}{'threads':>8}{'ms':>10}{'G params/s':>12}{'GB/s':>8}{'of probe':>10}")
+    print(f"{'loop':<18}{'threads':>8}{'ms':>10}{'G params/s':>12}{'GB/s':>8}{'of sum':>10}")
     rows: list[Row] = []
     for threads in options.threads:
         for row in measure(options.parameters, threads, options.rounds):
             print(
                 f"{row.name:<18}{row.threads:>8}{row.seconds * 1e3:>10.1f}{row.giga_parameters_per_s:>12.3f}"
-                f"{row.gigabytes_per_s:>8.1f}{row.of_probe:>10.0%}",
+                f"{row.gigabytes_per_s:>8.1f}{row.of_sum:>10.0%}",
                 flush=True,
             )
             rows.append(row)

@@ -137,23 +137,4 @@ struct AdamJob {
   }
 };
 
-// The traffic of AdamJob on split masters with next to no arithmetic: the bound that the benchmark holds the kernel against.
-struct StreamProbeJob {
-  uint16_t* hi;
-  int16_t* lo;
-  float* m;
-  float* v;
-  const uint16_t* grad;
-
-  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
-    MEGATRAIN_NO_OVERLAP
-    for (int64_t i = begin; i < end; ++i) {
-      hi[i] = static_cast<uint16_t>(hi[i] ^ grad[i]);
-      lo[i] = static_cast<int16_t>(lo[i] ^ grad[i]);
-      m[i] = m[i] + 1.0f;
-      v[i] = v[i] + 1.0f;
-    }
-  }
-};
-
 }  // namespace megatrain

@@ -147,11 +147,6 @@ MEGATRAIN_EXPORT void megatrain_adamw(Kernels* kernels, void* weight, int16_t* l
   }
 }
 
-MEGATRAIN_EXPORT void megatrain_stream_probe(Kernels* kernels, uint16_t* hi, int16_t* lo, float* m, float* v,
-                                             const uint16_t* grad, int64_t count) {
-  kernels->run(StreamProbeJob{hi, lo, m, v, grad}, count);
-}
-
 // Both are fp32 with `element_bytes` 4, else bf16. With `lo`, bf16 `sum` is half of an fp32 sum; without `has_residual` that
 // is `sum` alone so far, and `lo` is only written.
 MEGATRAIN_EXPORT void megatrain_accumulate(Kernels* kernels, void* sum, int16_t* lo, void* source, int64_t count,
@@ -159,7 +154,7 @@ MEGATRAIN_EXPORT void megatrain_accumulate(Kernels* kernels, void* sum, int16_t*
   const FloatArray floats{static_cast<float*>(sum)};
   const Bf16Array halves{static_cast<uint16_t*>(sum)};
   const Bf16Array addend{static_cast<uint16_t*>(source)};
-  const SumArray split{halves.bits, lo};
+  const SumArray split{halves.values, lo};
   if (element_bytes == 4) {
     kernels->run(AddJob<FloatArray, FloatArray, FloatArray>{floats, {static_cast<float*>(source)}, floats}, count);
   } else if (lo == nullptr) {
@@ -178,7 +173,7 @@ MEGATRAIN_EXPORT double megatrain_square_sum(Kernels* kernels, void* values, int
   if (element_bytes == 4) {
     return square_sum(kernels, FloatArray{static_cast<float*>(values)}, count);
   }
-  return lo == nullptr ? square_sum(kernels, halves, count) : square_sum(kernels, SumArray{halves.bits, lo}, count);
+  return lo == nullptr ? square_sum(kernels, halves, count) : square_sum(kernels, SumArray{halves.values, lo}, count);
 }
 
 MEGATRAIN_EXPORT void megatrain_split(Kernels* kernels, float* master, uint16_t* hi, int16_t* lo, int64_t count) {

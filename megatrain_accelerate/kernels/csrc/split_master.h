@@ -56,20 +56,23 @@ MEGATRAIN_INLINE uint16_t float_to_bf16(float value) {
   return static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
 }
 
-// fp32 numbers as they lie in memory: each type loads and stores the number `i`.
-struct FloatArray {
-  float* values;
+// Numbers as they lie in memory: each type loads and stores the number `i`. Here in fp32 (float), or in bf16 (uint16_t).
+template <class Element>
+struct Array {
+  Element* values;
 
-  MEGATRAIN_INLINE float load(int64_t i) const { return values[i]; }
-  MEGATRAIN_INLINE void store(int64_t i, float value) const { values[i] = value; }
+  MEGATRAIN_INLINE float load(int64_t i) const { return to_float(values[i]); }
+  MEGATRAIN_INLINE void store(int64_t i, float value) const {
+    if constexpr (sizeof(Element) == sizeof(float)) {
+      values[i] = value;
+    } else {
+      values[i] = float_to_bf16(value);
+    }
+  }
 };
 
-struct Bf16Array {
-  uint16_t* bits;
-
-  MEGATRAIN_INLINE float load(int64_t i) const { return to_float(bits[i]); }
-  MEGATRAIN_INLINE void store(int64_t i, float value) const { bits[i] = float_to_bf16(value); }
-};
+using FloatArray = Array<float>;
+using Bf16Array = Array<uint16_t>;
 
 struct MasterArray {
   uint16_t* hi;
@@ -82,18 +85,13 @@ struct MasterArray {
   }
 };
 
-struct SumArray {
-  uint16_t* hi;
-  int16_t* lo;
-
+struct SumArray : MasterArray {
   MEGATRAIN_INLINE float load(int64_t i) const {
     const bool is_stale = (hi[i] & 0x7fffu) == 0 && lo[i] < 0;
     return join_master(hi[i], is_stale ? static_cast<int16_t>(0) : lo[i]);
   }
   MEGATRAIN_INLINE void store(int64_t i, float value) const {
-    const uint32_t bits = value != value ? 0x7fc00000u : bits_of(value);
-    hi[i] = master_hi(bits);
-    lo[i] = master_lo(bits);
+    MasterArray::store(i, value != value ? float_of(0x7fc00000u) : value);
   }
 };
 
