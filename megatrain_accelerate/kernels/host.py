@@ -38,6 +38,7 @@ from megatrain_accelerate.kernels.moments import BLOCK_ELEMENTS, Int8Moments, Mo
 LIBRARY_PATH = pathlib.Path(__file__).with_name("_host_kernels.so")
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
+_BF16, _INT16 = torch.bfloat16, torch.int16
 _INTERFACE_VERSION = 9
 _REBUILD = "build it with `pip install --force-reinstall --no-deps .` in a checkout of this package (needs a C++ compiler)"
 
@@ -51,11 +52,7 @@ class AdamConstants(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True)
 class AdamArguments:
-    """The constants of one optimizer step.
-
-    Raises:
-        ConfigError: a value is outside the range that ``torch.optim.AdamW`` accepts, or ``step`` is below 1.
-    """
+    """The constants of one optimizer step; a ``ConfigError`` for one outside the range that ``torch.optim.AdamW`` accepts."""
 
     lr: float
     beta1: float
@@ -179,9 +176,9 @@ class HostKernels:
             grad_residual: (N) int16 where the gradient is the fp32 sum join(grad, grad_residual).
             first_element: its number in its unit, for the rounding of moments that aren't fp32; begins a block of 8-bit ones.
         """
-        dtype = torch.float32 if residual is None else torch.bfloat16
+        dtype = torch.float32 if residual is None else _BF16
         exp_avg, exp_avg_sq = moments.exp_avg, moments.exp_avg_sq
-        moment_dtypes = (torch.bfloat16 if exp_avg.dtype == torch.bfloat16 else torch.float32), exp_avg.dtype
+        moment_dtypes = (_BF16 if exp_avg.dtype == _BF16 else torch.float32), exp_avg.dtype
         scales = [ctypes.c_void_p(), ctypes.c_void_p()]
         if isinstance(moments, Int8Moments):
             moment_dtypes = torch.int8, torch.uint8
@@ -204,19 +201,18 @@ class HostKernels:
             first_element,
             arguments.rounding_seed,
             weight=(weight, dtype),
-            residual=(residual, torch.int16),
+            residual=(residual, _INT16),
             exp_avg=(exp_avg, moment_dtypes[0]),
             exp_avg_sq=(exp_avg_sq, moment_dtypes[1]),
             grad=(grad, dtype),
-            grad_residual=(grad_residual, torch.int16),
+            grad_residual=(grad_residual, _INT16),
         )
 
     def accumulate(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """``dst += src``, both (N) bfloat16 or both (N) float32; in bfloat16 with the rounding of torch's ``add_``."""
         if dst.dtype not in (torch.bfloat16, torch.float32):
             raise KernelError(f"accumulate: dst must be torch.bfloat16 or torch.float32, got {dst.dtype}")
-        tensors = {"dst": (dst, dst.dtype), "residual": (None, torch.int16), "src": (src, dst.dtype)}
-        self._call("accumulate", dst.element_size(), 0, **tensors)
+        self._call("accumulate", dst.itemsize, 0, dst=(dst, dst.dtype), residual=(None, _INT16), src=(src, dst.dtype))
 
     def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
         """``sum += src`` in fp32, where the sum is join(hi, residual); ``csrc/split_master.h`` has the arithmetic.
@@ -226,8 +222,7 @@ class HostKernels:
             src: (N) bfloat16, read.
             has_residual: whether ``residual`` counts; else the sum so far is ``hi`` alone.
         """
-        tensors = {"hi": (hi, torch.bfloat16), "residual": (residual, torch.int16), "src": (src, torch.bfloat16)}
-        self._call("accumulate", hi.element_size(), int(has_residual), **tensors)
+        self._call("accumulate", 2, int(has_residual), hi=(hi, _BF16), residual=(residual, _INT16), src=(src, _BF16))
 
     def square_sum(self, values: torch.Tensor, residual: torch.Tensor | None = None) -> float:
         """The sum of squares of (N) bfloat16 or (N) float32 values, added up in double precision in a fixed order.
@@ -236,19 +231,16 @@ class HostKernels:
         """
         if values.dtype not in (torch.bfloat16, torch.float32):
             raise KernelError(f"square_sum: values must be torch.bfloat16 or torch.float32, got {values.dtype}")
-        dtype = values.dtype if residual is None else torch.bfloat16
-        tensors = {"values": (values, dtype), "residual": (residual, torch.int16)}
-        return float(self._call("square_sum", values.element_size(), **tensors))
+        dtype = values.dtype if residual is None else _BF16
+        return float(self._call("square_sum", values.itemsize, values=(values, dtype), residual=(residual, _INT16)))
 
     def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
         """Writes the split of (N) float32 masters to (N) bfloat16 ``hi`` and (N) int16 ``residual``."""
-        tensors = {"hi": (hi, torch.bfloat16), "residual": (residual, torch.int16)}
-        self._call("split", master_fp32=(master_fp32, torch.float32), **tensors)
+        self._call("split", master_fp32=(master_fp32, torch.float32), hi=(hi, _BF16), residual=(residual, _INT16))
 
     def join(self, hi: torch.Tensor, residual: torch.Tensor, master_fp32_out: torch.Tensor) -> None:
         """Writes the (N) float32 masters that (N) bfloat16 ``hi`` and (N) int16 ``residual`` stand for."""
-        tensors = {"hi": (hi, torch.bfloat16), "residual": (residual, torch.int16)}
-        self._call("join", **tensors, master_fp32_out=(master_fp32_out, torch.float32))
+        self._call("join", hi=(hi, _BF16), residual=(residual, _INT16), master_fp32_out=(master_fp32_out, torch.float32))
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copies (N) ``src`` to (N) ``dst``, of one dtype, on all threads."""

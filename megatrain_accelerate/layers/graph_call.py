@@ -309,7 +309,8 @@ class GraphCall:
         if layer.unit.version != self.version:
             layer.require_version(self.version)
         if slot is None:
-            slot = prefetcher.lease(layer, self.calls.passes.after_backward(self.tape, self.position))
+            upcoming = self.calls.passes.after_backward(self.tape, self.position)
+            slot = prefetcher.leases[layer.index] = prefetcher.acquire(layer, upcoming)
             try:
                 slot.until_lease_ends.enter_context(named_range(f"megatrain::backward ({layer.name})"))
                 layer.require_version(self.version)  # of weights that were written since, which are taken over by now

@@ -18,14 +18,12 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.gradients.fp32_sums import joined_sum
-from megatrain_accelerate.layers.resident import ResidentGroup
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.watched_parameters import unwatched
 from megatrain_accelerate.optim.fused_step import UNFUSED_OPTIONS, FusedStep, refuse_unfused
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, shown_in_fp32, take_residual, without_residual
 from megatrain_accelerate.store.parameter import ParameterState
-from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.meter import Cause
 
 logger = logging.getLogger(__name__)
@@ -125,8 +123,7 @@ def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) ->
 
 def _drop_bound_step(optimizer: Optimizer) -> None:
     """Removes the bound ``step`` of the old class that a scheduler leaves on the instance, and keeps its bookkeeping."""
-    bound = optimizer.__dict__.pop("step", None)
-    if bound is None or not getattr(bound, "_wrapped_by_lr_sched", False):
+    if not getattr(optimizer.__dict__.pop("step", None), "_wrapped_by_lr_sched", False):
         return
 
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -191,20 +188,17 @@ class MasterStep(HostStep):
             return None
         owners = {id(state): (unit, group) for unit, group, _ in runtime.in_forward_order() for state in unit.states}
         shown: list[tuple[ParameterState, torch.Tensor]] = []
-        touched: dict[int, tuple[HostUnit, ResidentGroup | None]] = {}
         try:
             with contextlib.ExitStack() as replaced:
                 for state, _ in found:
-                    unit, group = owners[id(state)]
                     assert state.gradient is not None
-                    master = unit.read_master(state)
+                    master = owners[id(state)][0].read_master(state)
                     gradient = state.gradient.float()
                     if state.handle.has_fp32_sum and state.gradient_residual is not None:
                         gradient = joined_sum(state.gradient, state.gradient_residual, runtime.kernels)
                     gradient = gradient * factors.get(id(state.parameter), 1.0)
                     replaced.enter_context(state.handle.replaced(master, gradient))
                     shown.append((state, master))
-                    touched[id(unit)] = (unit, group)
                 parameters = sum(master.numel() for _, master in shown)
                 with runtime.meter.blocked_by(Cause.HOST_STEP), runtime.meter.stepping(parameters):
                     result = own_step()
@@ -212,7 +206,7 @@ class MasterStep(HostStep):
             for state, master in shown:
                 owners[id(state)][0].write_master(state, master)
                 self._stepped.add(id(state.parameter))
-            for unit, group in touched.values():
+            for unit, group in {owners[id(state)]: None for state, _ in shown}:
                 unit.version += 1
                 if group is not None:
                     group.push_weights(group.announce_push())

@@ -51,8 +51,7 @@ def open_huge_file() -> int | None:
                 [sys.executable or "python3", "-I", "-S", "-c", _HELPER, str(theirs.fileno()), tempfile.gettempdir()],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                capture_output=True,
                 timeout=_SECONDS,
                 check=True,
             )

@@ -73,7 +73,5 @@ def trim_heap() -> None:
 
 def _advise(ranges: Sequence[PageRange], advice: int) -> None:
     with contextlib.suppress(AttributeError, OSError):
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         for start, end in ranges:
-            madvise(start, end - start, advice)
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)

@@ -61,12 +61,8 @@ class FlatEntry:
 
 
 class FlatLayout:
-    """The flat layout of one unit, whose parameters ``specs`` are in model order.
-
-    Raises:
-        UnsupportedError: a parameter computes neither in bf16 nor in fp32.
-        ValueError: two parameters share a name.
-    """
+    """The flat layout of one unit, whose parameters ``specs`` are in model order, each of a name of its own and in bf16 or
+    fp32."""
 
     def __init__(self, specs: Iterable[ParameterSpec]) -> None:
         specs = list(specs)

@@ -217,7 +217,6 @@ class ActivationOffloader:
             return
         made_event, copied_event = self._streams.event(), self._streams.event()
         for parcel in parcels:
-            parcel.look_for_writes()
             parcel.block, parcel.last_copy_event = self.pool.take(parcel.size_bytes), copied_event
         made_event.record(self._streams.compute_stream)
         d2h_stream = self._streams.d2h_stream

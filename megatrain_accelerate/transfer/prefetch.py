@@ -40,7 +40,9 @@ class Prefetcher:
         self._refused_at: dict[int, float] = {}
         """When a layer's copy could have been issued but for its step, by index."""
         self.leases: dict[int, WeightSlot] = {}
-        """Slots of the layers whose backward has begun, by index; see :meth:`lease`."""
+        """Slots of the layers whose backward has begun, by index: leased from the first saved tensor that it reads to the
+        last. A cache and no promise: where every slot is in use the one that was read least recently ends early, and is taken
+        anew."""
         self._upcoming: Sequence[int] = ()
         self.at_address: dict[int, WeightSlot] = {}
         """The slots that there are, by where their memory begins."""
@@ -174,12 +176,6 @@ class Prefetcher:
             return slot
         self.end_lease(layer.index, prefetches=False)
         return None
-
-    def lease(self, layer: Fetched, upcoming: Sequence[int]) -> WeightSlot:
-        """As :meth:`acquire`, from the first of a layer's saved tensors that a backward reads to the last one. A cache and no
-        promise: where every slot is in use the one that was read least recently ends early, and is taken anew."""
-        slot = self.leases[layer.index] = self.acquire(layer, upcoming)
-        return slot
 
     def end_lease(self, index: int, prefetches: bool = True) -> None:
         """A layer's backward is over: its slot is free for the layer that is expected next. Does nothing without one."""

@@ -113,7 +113,7 @@ class WeightSlot(_Slot):
         self.reader: Any = None
         """The call of its layer that computes with it now, see :meth:`read_by`."""
         self.leaves: list[torch.Tensor] = []
-        """The weights that are bound to the layer while it has a lease of the slot (:meth:`.prefetch.Prefetcher.lease`)."""
+        """The weights that are bound to the layer while it has a lease of the slot (:attr:`.prefetch.Prefetcher.leases`)."""
         self.until_lease_ends = contextlib.ExitStack()
         self.params_copied_event = streams.event()
         self.compute_finished_event = streams.event()
