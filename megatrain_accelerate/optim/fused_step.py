@@ -313,7 +313,7 @@ class FusedStep(HostStep):
         found, outside = self.with_gradients(optimizer)
         if runtime.config.passes_gradients:
             refuse_unstepped([*runtime.layers, *runtime.experts], {id(state.parameter) for state, _ in found} - done.keys())
-        norm, factors = self.norm_and_factors(optimizer, [state for state, _ in found], outside)
+        norm, factors = self.norm_and_factors(optimizer, found, outside)
         if done:
             self._check_stepped_in_backward(found, factors, done)
             found = [(state, group) for state, group in found if id(state.parameter) not in done]

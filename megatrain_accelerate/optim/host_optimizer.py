@@ -183,7 +183,7 @@ class MasterStep(HostStep):
         runtime = self.runtime
         self.begin_step()
         found, outside = self.with_gradients(optimizer)
-        norm, factors = self.norm_and_factors(optimizer, [state for state, _ in found], outside)
+        norm, factors = self.norm_and_factors(optimizer, found, outside)
         if not self.allows(norm):
             return None
         owners = {id(state): (unit, group) for unit, group, _ in runtime.in_forward_order() for state in unit.states}

@@ -115,9 +115,8 @@ class HostStep(UnitStepper):
         self.runtime.refresh_if_written()
         self.runtime.collect_gradients()
         # Of gradients that no backward brought there.
-        without = (unit for unit in self.runtime.units if unit.gradients is None)
-        have_some = (unit for unit in without if any(state.parameter.grad is not None for state in unit.states))
-        self.runtime.offloader.make_places(have_some)
+        units = (unit for unit in self.runtime.units if any(state.parameter.grad is not None for state in unit.states))
+        self.runtime.offloader.make_places(units)
 
     def parameters(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -158,15 +157,14 @@ class HostStep(UnitStepper):
         return found, outside
 
     def norm_and_factors(
-        self, optimizer: Optimizer, states: Sequence[ParameterState], outside: Iterable[torch.Tensor]
+        self, optimizer: Optimizer, found: Sequence[tuple[ParameterState, Any]], outside: Sequence[torch.Tensor]
     ) -> tuple[float, dict[int, float]]:
         """The norm of all these gradients, and the clip factors by the ``id`` of parameters; both count for one step."""
-        outside = list(outside)
-        norm = float(self.runtime.clipping.total_norm([*(state.parameter for state in states), *outside]))
+        norm = float(self.runtime.clipping.total_norm([*(state.parameter for state, _ in found), *outside]))
         if outside:
             self.runtime.require_equal(norm)
         factors = self.runtime.clipping.take_factors(set(map(id, self.parameters(optimizer))))
-        for state in states:
+        for state, _ in found:
             state.normed = None
         return norm, factors
 
@@ -177,19 +175,15 @@ class HostStep(UnitStepper):
             self._nonfinite_in_a_row = 0
             self.runtime.steps_taken += 1
             return True
-        self._nonfinite_in_a_row += 1
+        self._nonfinite_in_a_row = in_a_row = self._nonfinite_in_a_row + 1
         self.runtime.meter.counters.skipped_steps += 1
-        if self._nonfinite_in_a_row >= MOST_NONFINITE_STEPS:
+        if in_a_row >= MOST_NONFINITE_STEPS:
             raise NonFiniteGradientError(
-                f"the gradient norm was not finite ({norm}) in {self._nonfinite_in_a_row} steps in a row; the weights are "
-                "those of the last good step. Lower the learning rate or check the data"
+                f"the gradient norm was not finite ({norm}) in {in_a_row} steps in a row; the weights are those of the last "
+                "good step. Lower the learning rate or check the data"
             )
-        logger.warning(
-            "megatrain: gradient norm is %s, step skipped (%d in a row, %d allowed)",
-            norm,
-            self._nonfinite_in_a_row,
-            MOST_NONFINITE_STEPS - 1,
-        )
+        allowed = MOST_NONFINITE_STEPS - 1
+        logger.warning("megatrain: gradient norm is %s, step skipped (%d in a row, %d allowed)", norm, in_a_row, allowed)
         return False
 
 

@@ -280,10 +280,9 @@ class HostUnit:
         (``torch.OutOfMemoryError``, ``HostMemoryError``) it stays as it was.
         """
         old_memory = self.memory
-        gradients = [state.parameter.grad for state in self.states]
-        sum_residuals = [state.sum_residual if state.handle.has_fp32_sum else None for state in self.states]
+        sums = [(s, s.parameter.grad, s.sum_residual if s.handle.has_fp32_sum else None) for s in self.states]
         kinds = [kind for kind in old_memory if kind != "gradients"]
-        if device is None and "gradients" in self._promised and any(gradient is not None for gradient in gradients):
+        if device is None and "gradients" in self._promised and any(gradient is not None for _, gradient, _ in sums):
             kinds.append("gradients")
         if device is not None and "moments" in self._promised.difference(kinds):
             kinds.append("moments")  # before activations take the memory that the plan has for them
@@ -308,7 +307,7 @@ class HostUnit:
             state.gradient = None
         for kind in kinds:
             self._bind(kind)
-        for state, gradient, residual in zip(self.states, gradients, sum_residuals, strict=True):
+        for state, gradient, residual in sums:
             state.handle.show(state.weight)
             if gradient is not None:
                 if state.gradient is not None:

@@ -10,13 +10,12 @@ from megatrain_accelerate.transfer.meter import UpdateGate
 
 
 class Fetched(Protocol):
-    """What is fetched into a slot as a whole: a layer, or a part of its experts."""
+    """What is fetched into a slot as a whole: a layer, or a part of its experts. ``index``: its place among all that share the
+    slots. The ``gate`` is closed while a step changes the weights."""
 
     index: int
-    """Its place among all that share the slots."""
     name: str
     gate: UpdateGate
-    """Closed while a step changes the weights."""
 
     @property
     def unit(self) -> HostUnit | UnitRange: ...
@@ -26,11 +25,11 @@ class Fetched(Protocol):
 
 
 class Stepped(Protocol):
-    """What has a unit of its own: a layer, all experts of one that stream in parts, or a resident group."""
+    """What has a unit of its own: a layer, all experts of one that stream in parts, or a resident group. The ``gate`` is
+    closed while a step reads the gradients and changes the weights."""
 
     name: str
     gate: UpdateGate
-    """Closed while a step reads the gradients and changes the weights."""
 
     @property
     def unit(self) -> HostUnit: ...

