@@ -104,9 +104,8 @@ class AdamArguments:
 
 
 def default_thread_count(cpus: int | None = None) -> int:
-    """Threads of the kernels: one for each CPU that this process may use, or of ``cpus``, less two for
-    the launcher and the copies where there are more than four.
-    """
+    """Threads of the kernels: one for each CPU that this process may use, or of ``cpus``; where these are more than four, two
+    less, for the launcher and the copies."""
     cpus = usable_cpu_count() if cpus is None else cpus
     return cpus - 2 if cpus > 4 else max(1, cpus)
 
@@ -120,13 +119,12 @@ class HostKernels:
     the writes: no version counter moves.
 
     Args:
-        threads: threads that work on a call, the caller included; :func:`default_thread_count` by default.
+        threads: those that work on a call, the caller included; :func:`default_thread_count` by default.
         instruction_set: a name in :data:`INSTRUCTION_SETS`, for tests; by default the best that the machine has.
 
     Raises:
         KernelError: the library is missing, stale or can't be loaded, or the machine lacks the instruction set. By a method: a
             tensor has the wrong dtype, device, layout or length, or the kernels are closed.
-        ConfigError: ``threads`` is below 1.
     """
 
     def __init__(self, threads: int | None = None, instruction_set: str | None = None) -> None:

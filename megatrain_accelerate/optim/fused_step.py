@@ -335,11 +335,7 @@ class FusedStep(HostStep):
         # The worker has something to do while the launches for the device are prepared, which wait for nothing else.
         submit(on_host[:1])
         try:
-            on_device = [(unit, steps) for unit in runtime.units if unit.is_on_device and (steps := steps_of(unit))]
-            if on_device:
-                step_on_device([step for _, steps in on_device for step in steps], on_device[0][0].kernels)
-            for unit, steps in on_device:
-                unit.note_stepped([state for state, _ in steps])
+            step_on_device((unit, steps_of(unit)) for unit in runtime.units if unit.is_on_device)
         except BaseException as error:
             runtime.worker.fail(error)
             raise

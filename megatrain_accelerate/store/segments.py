@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch.autograd.graph import increment_version
 
-from megatrain_accelerate.kernels.device import ParameterStep, StepKernels
+from megatrain_accelerate.kernels.device import ParameterStep
 from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
 from megatrain_accelerate.kernels.moments import Int8Moments
 from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS, ExpertRange
@@ -81,10 +82,10 @@ def segments_between(segments: Sequence[Segment], begin: int, end: int) -> list[
     return parts
 
 
-def step_on_device(steps: Sequence[tuple[ParameterState, AdamArguments]], kernels: StepKernels) -> None:
-    """Steps parameters that live on the device in place, each from its own ``parameter.grad``."""
-    found = []
-    for state, arguments in steps:
+def step_on_device(units: Iterable[tuple[HostUnit, Sequence[tuple[ParameterState, AdamArguments]]]]) -> None:
+    """Steps parameters of units that live on the device in place, each from its own ``parameter.grad``."""
+    stepped, found = [(unit, steps) for unit, steps in units if steps], []
+    for state, arguments in (step for _, steps in stepped for step in steps):
         gradient = state.parameter.grad
         assert gradient is not None
         assert state.moments is not None
@@ -92,11 +93,17 @@ def step_on_device(steps: Sequence[tuple[ParameterState, AdamArguments]], kernel
         first = state.entry.state_offset or 0
         tensors = (state.weight, state.residual, state.moments, gradient.contiguous())
         found.append(ParameterStep(*tensors, arguments, of_sum, first))
+    kernels = stepped[0][0].kernels if stepped else None
     if isinstance(kernels, HostKernels):
         for step in found:
             kernels.adamw(*step)
-    else:
+    elif kernels is not None:
         kernels.adamw_of_many(found)
+    for unit, steps in stepped:
+        unit.version += 1
+        increment_version([state.parameter for state, _ in steps])  # autograd knows nothing of the kernel
+        for state, _ in steps:
+            state.handle.note_version()
 
 
 def apply_segments(unit: HostUnit, segments: Sequence[Segment], kernels: HostKernels) -> None:

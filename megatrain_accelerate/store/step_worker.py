@@ -48,7 +48,8 @@ class StepWorker:
         self._queue: queue.SimpleQueue[tuple[Ticket, Callable[[], None]] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._closed = False
-        self._last_ticket: Ticket | None = None
+        self._last_ticket = Ticket("nothing")
+        self._last_ticket.finish()
         self.on_work_done: Callable[[str, int, int], None] | None = None
         """Called by the thread with the name of each piece of work, its begin and its end (``perf_counter_ns``)."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -65,14 +66,14 @@ class StepWorker:
                         work()
                     except BaseException as error:
                         self._failure = error
-                    if self.on_work_done is not None:
-                        self.on_work_done(ticket.name, start_ns, time.perf_counter_ns())
+                    if (observer := self.on_work_done) is not None:
+                        observer(ticket.name, start_ns, time.perf_counter_ns())
                 ticket.finish(self._failure)
                 del item, ticket, work  # a closure may hold device memory
 
     @property
     def is_idle(self) -> bool:
-        return self._last_ticket is None or self._last_ticket.is_done
+        return self._last_ticket.is_done
 
     @property
     def native_id(self) -> int:
@@ -101,8 +102,7 @@ class StepWorker:
 
     def drain(self) -> None:
         """Blocks until everything submitted is over; raises as :meth:`raise_if_failed`."""
-        if self._last_ticket is not None:
-            self._last_ticket.wait()
+        self._last_ticket.wait()
         self.raise_if_failed()
 
     def close(self) -> None:

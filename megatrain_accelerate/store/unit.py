@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.kernels.device import StepKernels
@@ -265,13 +264,6 @@ class HostUnit:
         """The part of a parameter's tensor, or of a gradient's, that this process steps: all of it unless it is shared."""
         return tensor if self.shared is None else self.shared.share.of(entry, tensor)
 
-    def note_stepped(self, states: Sequence[ParameterState]) -> None:
-        """These of its weights, which live on the device, have been stepped by a kernel of which autograd knows nothing."""
-        self.version += 1
-        increment_version([state.parameter for state in states])
-        for state in states:
-            state.handle.note_version()
-
     def move(self, device: torch.device | None, kernels: StepKernels) -> None:
         """What the unit has, its parameters' data and gradients among it, lives on ``device`` from now on, where gradients are
         autograd's own; with None on the host again, in memory that is made and registered anew.
@@ -358,7 +350,6 @@ class UnitRange:
         return self.whole.version
 
     def register_weights(self) -> None:
-        """See :meth:`HostUnit.register_weights`."""
         self.whole.register_weights()
 
     def pieces(self, of_slot: torch.Tensor, gradients: torch.Tensor | None = None) -> list[tuple[torch.Tensor, ...]]:

@@ -104,7 +104,8 @@ class Recording:
         self._stay = {tensor.untyped_storage().data_ptr() for tensor in stay}
         # Held until the run is issued: the address of a storage names it only as long as it lives.
         self._open: dict[tuple[int, int], _Parcel] | None = {}
-        self._sealed: list[weakref.ref[_Parcel]] = []
+        self.parcels: weakref.WeakValueDictionary[tuple[int, int], _Parcel] = weakref.WeakValueDictionary()
+        """Once sealed, those that backward still needs."""
 
     def place(self, tensor: torch.Tensor) -> ParcelPlace | None:
         """A place for a tensor that is to leave the device, or None for one that stays."""
@@ -128,13 +129,9 @@ class Recording:
     def seal(self) -> list[_Parcel]:
         """Ends the recording; returns its parcels, which only their places hold from now on."""
         assert self._open is not None
+        self.parcels.update(self._open)
         parcels, self._open = list(self._open.values()), None
-        self._sealed = [weakref.ref(parcel) for parcel in parcels]
         return parcels
-
-    def parcels(self) -> list[_Parcel]:
-        """The parcels that backward still needs."""
-        return [parcel for parcel in (ref() for ref in self._sealed) if parcel is not None]
 
 
 @dataclasses.dataclass
@@ -254,7 +251,7 @@ class ActivationOffloader:
         for recording in [
             recording for place, wanted in runs for number, recording in calls.get(place, []) if number in (wanted, EVERY_RUN)
         ]:
-            if away := [parcel for parcel in recording.parcels() if parcel.on_device is None]:
+            if away := [parcel for parcel in recording.parcels.values() if parcel.on_device is None]:
                 with named_range(f"megatrain::bring_back_activations ({recording.label})"):
                     self._bring_back(away)
 
