@@ -116,8 +116,8 @@ class DeviceKernels:
                 self._triton.accumulate_split[blocks](*tensors, count, HAS_RESIDUAL=has_residual, BLOCK=_BLOCK)
 
     def norm_split(self, hi: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """2-norm, fp32 without dimensions, of the fp32 values that (N) ``hi`` and ``residual`` stand for: added up in double,
-        so that it is the one that the host computes for a unit there."""
+        """2-norm (fp32) of the fp32 values that (N) ``hi`` and ``residual`` stand for, added up in double, as the host
+        does."""
         count = hi.numel()
         blocks = -(-count // _BLOCK)
         sums = torch.zeros(blocks, dtype=torch.float64, device=hi.device)

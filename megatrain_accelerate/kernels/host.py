@@ -104,8 +104,7 @@ class AdamArguments:
 
 
 def default_thread_count(cpus: int | None = None) -> int:
-    """Threads of the kernels: one for each CPU that this process may use, or of ``cpus``; where these are more than four, two
-    less, for the launcher and the copies."""
+    """One for each CPU that this process may use, or of ``cpus``; of more than four, two less, for launcher and copies."""
     cpus = usable_cpu_count() if cpus is None else cpus
     return cpus - 2 if cpus > 4 else max(1, cpus)
 
@@ -213,20 +212,16 @@ class HostKernels:
         self._call("accumulate", dst.itemsize, 0, dst=(dst, dst.dtype), residual=(None, _INT16), src=(src, dst.dtype))
 
     def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
-        """``sum += src`` in fp32, where the sum is join(hi, residual); ``csrc/split_master.h`` has the arithmetic.
+        """``sum += src`` in fp32; ``csrc/split_master.h`` has the arithmetic.
 
-        Args:
-            hi, residual: (N) bfloat16 and (N) int16, updated.
-            src: (N) bfloat16, read.
-            has_residual: whether ``residual`` counts; else the sum so far is ``hi`` alone.
+        The sum is join(hi, residual), (N) bfloat16 and (N) int16, or without ``has_residual`` ``hi`` alone so far; ``src`` is
+        (N) bfloat16.
         """
         self._call("accumulate", 2, int(has_residual), hi=(hi, _BF16), residual=(residual, _INT16), src=(src, _BF16))
 
     def square_sum(self, values: torch.Tensor, residual: torch.Tensor | None = None) -> float:
-        """The sum of squares of (N) bfloat16 or (N) float32 values, added up in double precision in a fixed order.
-
-        With ``residual``, (N) int16, of the fp32 values that it and bfloat16 ``values`` stand for.
-        """
+        """The sum of squares of (N) bfloat16 or (N) float32 values, or with (N) int16 ``residual`` of the fp32 values that it
+        and bfloat16 ``values`` stand for; added up in double precision in a fixed order."""
         if values.dtype not in (torch.bfloat16, torch.float32):
             raise KernelError(f"square_sum: values must be torch.bfloat16 or torch.float32, got {values.dtype}")
         dtype = values.dtype if residual is None else _BF16
@@ -249,10 +244,7 @@ class HostKernels:
         self._call("fill", ctypes.c_int64(tensor.element_size()), tensor=(tensor, tensor.dtype), source=(None, tensor.dtype))
 
     def _call(self, function: str, *others: Any, **tensors: tuple[torch.Tensor | None, torch.dtype]) -> Any:
-        """Hands over the tensors, null for what there isn't, their common length and the other arguments.
-
-        Integers among these become C's of 32 bits.
-        """
+        """Hands over the tensors (null for what there isn't), their length and the others; integers become C's of 32 bits."""
         count = ctypes.c_int64(self._check(**tensors))
         pointers = (ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor, _ in tensors.values())
         return getattr(self._library, f"megatrain_{function}")(self._handle, *pointers, count, *others)
@@ -288,10 +280,8 @@ def memory_fence() -> None:
 
 
 def _load_library() -> Any:
-    """Opens the library; the loader keeps one copy a process.
-
-    Raises ``KernelError`` where the file is missing, can't be loaded, or is of another version than this file.
-    """
+    """Opens the library, of which the loader keeps one copy a process. A ``KernelError`` where the file is missing, can't be
+    loaded, or is of another version than this file."""
     if not LIBRARY_PATH.exists():
         raise KernelError(f"the compiled host kernels are missing: no file {LIBRARY_PATH}. Remedy: {_REBUILD}")
     try:

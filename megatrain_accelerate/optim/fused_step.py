@@ -47,8 +47,7 @@ Step = tuple[ParameterState, AdamArguments]
 
 
 def refuse_unfused(groups: Iterable[dict[str, Any]]) -> None:
-    """Raises an ``UnsupportedError`` for groups that were edited or loaded since the optimizer was prepared, and have options
-    that the fused kernel hasn't."""
+    """Raises an ``UnsupportedError`` for groups that were edited or loaded, and have options that the fused kernel hasn't."""
     for group in groups:
         for option in UNFUSED_OPTIONS:
             if group.get(option):
@@ -63,12 +62,6 @@ def _next_steps(entries: Sequence[dict[str, Any]]) -> list[int]:
     """The number of each parameter's next step."""
     # All at once: in each operation the worker may take the interpreter, and give it back late.
     return [int(step) + 1 for step in torch.stack([entry["step"] for entry in entries]).tolist()] if entries else []
-
-
-def _count_up(entries: Sequence[dict[str, Any]]) -> None:
-    """Counts a step of each parameter."""
-    if entries:
-        torch._foreach_add_([entry["step"] for entry in entries], 1)
 
 
 def _versions(state: ParameterState) -> tuple[int, int]:
@@ -164,9 +157,8 @@ class FusedStep(HostStep):
 
     def retire(self, why: str, copies: bool = False) -> None:
         super().retire(why, copies)
-        if (optimizer := self.optimizer) is None:
-            return
-        entries = [entry for parameter, entry in optimizer.state.items() if id(parameter) in self.parameter_ids]
+        states = {} if self.optimizer is None else self.optimizer.state
+        entries = [entry for parameter, entry in states.items() if id(parameter) in self.parameter_ids]
         for entry in entries:
             entry.pop(RESIDUAL_KEY, None)  # the weights' own, wherever these go
         if copies:
@@ -184,8 +176,7 @@ class FusedStep(HostStep):
         return {**state_dict, "state": shown_in_fp32(state_dict["state"], self.runtime.config.host_memory_gib)}
 
     def load(self, optimizer: Optimizer, state_dict: dict[str, Any], own_load: Callable[[dict[str, Any]], None]) -> None:
-        """Loads moments, steps and residuals into the store, and all else by the optimizer's own way; see
-        :func:`refuse_unfused`."""
+        """Loads moments, steps and residuals into the store, and all else by the optimizer's own way."""
         refuse_unfused(state_dict["param_groups"])
         self.forget_backward()
         # torch's own way would cast the moments to the weights' dtype and device, and hold a second copy.
@@ -340,7 +331,8 @@ class FusedStep(HostStep):
             runtime.worker.fail(error)
             raise
         submit(on_host[1:])
-        _count_up(entries)
+        if entries:
+            torch._foreach_add_([entry["step"] for entry in entries], 1)
         if outside:
             with narrowed_to(optimizer, outside):
                 own_step()
@@ -408,12 +400,13 @@ class FusedStep(HostStep):
             for state in layer.unit.states
             if state.parameter.grad is not None and (group := self._group_of.get(id(state.parameter))) is not None
         ]
-        if found:
-            layer.unit.allocate_moments()
+        if not found:
+            return False
+        layer.unit.allocate_moments()
         states = self._optimizer.state
         entries = [self._entry(states, state) for state, _ in found]
         steps = self._steps(found, _next_steps(entries), {})
-        _count_up(entries)
+        torch._foreach_add_([entry["step"] for entry in entries], 1)
         rows = [state.row for state, _ in steps]
 
         def gradients_are_finite() -> bool:
@@ -424,7 +417,6 @@ class FusedStep(HostStep):
                     entry["step"] -= 1
             return finite
 
-        if steps:
-            self._submit(layer.gate, layer.unit, None, steps, before=gradients_are_finite)
-            self._stepped_in_backward |= {id(state.parameter): arguments for state, arguments in steps}
-        return bool(steps)
+        self._submit(layer.gate, layer.unit, None, steps, before=gradients_are_finite)
+        self._stepped_in_backward |= {id(state.parameter): arguments for state, arguments in steps}
+        return True

@@ -48,8 +48,7 @@ def driver_of(optimizer: Optimizer) -> HostStep | None:
 
 
 class HostStep(UnitStepper):
-    """What both kinds of host optimizer share: finding parameters (see :meth:`hold`), gradients as a whole, non-finite
-    norms."""
+    """What both kinds of host optimizer share: parameters (see :meth:`hold`), gradients as a whole, non-finite norms."""
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime) -> None:
         self.runtime = runtime
@@ -106,8 +105,8 @@ class HostStep(UnitStepper):
         self.runtime.steppers.remove(self)
 
     def begin_step(self) -> None:
-        """Brings weights that somebody wrote to and gradients on their way where a step finds them. A ``StateError`` after
-        :meth:`retire`, a ``StepWorkerError`` where an earlier step failed."""
+        """Brings weights that somebody wrote to and gradients on their way where a step finds them. Raises if :meth:`retire`
+        was called, or an earlier step failed."""
         if self._why_retired is not None:
             raise StateError(self._why_retired)
         self.runtime.watch.end()

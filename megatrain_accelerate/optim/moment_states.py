@@ -33,8 +33,7 @@ def _keyed(moments: Moments | None) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def views_of(state: ParameterState, promised: Moments | None = None) -> dict[str, Any]:
-    """The store's views of a parameter's moments (or those that are ``promised``) and residual, by their keys in an
-    optimizer's state."""
+    """A parameter's views of moments (or those that are ``promised``) and residual, by their keys in an optimizer's state."""
     views: dict[str, Any] = dict(_keyed(state.moments or promised))
     return views if state.residual is None else {**views, RESIDUAL_KEY: state.residual}
 

@@ -39,10 +39,8 @@ socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"file"], [file])
 
 
 def open_huge_file() -> int | None:
-    """The descriptor of an empty file without a name or a limit, whose mappings get huge pages under MADV_HUGEPAGE.
-
-    None where mounting fails, as in most containers.
-    """
+    """The descriptor of an empty file without a name or a limit, whose mappings get huge pages under MADV_HUGEPAGE; None where
+    mounting fails, as in most containers."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(_SECONDS)

@@ -42,8 +42,7 @@ class Lifeline:
         self._rank = ranks.rank
         self._notices = SharedFile(ranks).rows(_Notice)
         self._processes = ranks.gather(os.getpid())
-        others = [rank for rank in range(ranks.size) if rank != ranks.rank]
-        self._watched = {os.pidfd_open(self._processes[rank]): rank for rank in others}
+        self._watched = {os.pidfd_open(pid): rank for rank, pid in enumerate(self._processes) if rank != ranks.rank}
         self._hook_before, sys.excepthook = sys.excepthook, self._report
         atexit.register(self._leave)
         Finalize(None, self._leave, exitpriority=0)  # of a process that multiprocessing has forked

@@ -7,6 +7,7 @@ Everything that must happen in the same order on all ranks goes through here or 
 from __future__ import annotations
 
 import datetime
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,7 @@ class Ranks:
         """The sum of the ranks' tensors, on the host, added in the order of ranks: the same bits on all of them."""
         found = [torch.empty_like(values) for _ in range(self.size)]
         dist.all_gather(found, values, group=self._control)
-        total = found[0]
-        for more in found[1:]:
-            total += more
-        return total
+        return functools.reduce(torch.add, found)
 
     def meet(self, where: str) -> None:
         """Returns when all ranks are here. ``where`` names the caller's place: a ``RankError`` lists places that differ."""

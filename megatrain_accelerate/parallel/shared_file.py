@@ -21,11 +21,6 @@ _LENGTH = 1 << 44
 """16 TiB, more than any host has: the file takes memory only where somebody wrote to it."""
 
 
-def _identity(descriptor: int) -> tuple[int, int]:
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino
-
-
 class SharedFile:
     """One file of all ranks, and which ranges of it are taken. All ranks make it together, and reserve the same sizes in the
     same order. A ``HostMemoryError`` where the kernel refused it, or a rank can't open it."""
@@ -37,11 +32,11 @@ class SharedFile:
                 huge = open_huge_file()
                 self._descriptor = os.memfd_create("megatrain", os.MFD_CLOEXEC) if huge is None else huge
                 os.ftruncate(self._descriptor, _LENGTH)
-                ranks.broadcast((os.getpid(), self._descriptor, _identity(self._descriptor)))
+                ranks.broadcast((os.getpid(), self._descriptor, os.fstat(self._descriptor)))
             else:
                 process, descriptor, identity = ranks.broadcast(None)
                 self._descriptor = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-                if _identity(self._descriptor) != identity:
+                if not os.path.samestat(os.fstat(self._descriptor), identity):
                     raise OSError(f"process {process} is another one here")
         except OSError as error:
             raise HostMemoryError(

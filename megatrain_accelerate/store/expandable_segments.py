@@ -24,8 +24,7 @@ refused: set[torch.device] = set()
 
 
 def expand_segments(device: torch.device) -> bool:
-    """Has the process' allocator make expandable segments from now on, where ``device`` can and nobody configured it. Returns
-    whether it does, by this call or an earlier one."""
+    """Whether the allocator makes expandable segments from now on: it is told to where it can and nobody configured it."""
     if device.type != "cuda" or sys.platform != "linux" or torch.version.cuda is None or device in refused:
         return False
     if any(os.environ.get(name) for name in ALLOCATOR_VARIABLES) or torch.cuda.get_allocator_backend() != "native":

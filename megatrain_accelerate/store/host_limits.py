@@ -48,10 +48,8 @@ def _read(path: Path) -> str:
 def cgroup_available_bytes(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup"), *, counts_cache: bool = True
 ) -> int | None:
-    """Free memory of the tightest cgroup above this process (version 2 or 1), or None without a limit.
-
-    ``counts_cache``: whether page cache, which is given back when memory is needed, counts as free.
-    """
+    """Free memory of the tightest cgroup above this process (version 2 or 1), or None without a limit. Page cache, which is
+    given back when memory is needed, is free if it ``counts_cache``."""
     free: list[int] = []
     for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -83,8 +81,7 @@ def process_bytes(field: str) -> int:
 def available_host_bytes(host_memory_gib: float | None = None) -> int:
     """Bytes that this process may still allocate, besides those that its models were promised and haven't made yet.
 
-    ``host_memory_gib`` is the user's figure for the whole process, instead of what the machine reports: some virtual machines
-    grow their memory as it is used.
+    ``host_memory_gib``: the user's figure for the whole process. Some virtual machines report less than they can grow to.
     """
     if host_memory_gib is not None:
         # Pages of files that the process maps are cache.
@@ -126,13 +123,14 @@ def leaner_settings(config: MegatrainConfig, *, keeps_gradients: bool) -> list[d
 
 def settings_that_take_less(config: MegatrainConfig, *, keeps_gradients: bool) -> str:
     """For :func:`require_host_bytes`: a sentence of those among the :func:`leaner_settings` that change one setting."""
-    single = [changes for changes in leaner_settings(config, keeps_gradients=keeps_gradients) if len(changes) == 1]
     found = []
-    if {"host_gradients": "passing"} in single:
-        found.append("host_gradients: passing (2 bytes a parameter less; needs max_grad_norm=0)")
-    for name in (changes["moments_dtype"] for changes in single if "moments_dtype" in changes):
-        less = _MOMENT_BYTES[config.moments_dtype] - _MOMENT_BYTES[name]
-        found.append(f"moments_dtype: {name} ({less:.2g} bytes a parameter less; slightly other numbers)")
+    for changes in leaner_settings(config, keeps_gradients=keeps_gradients):
+        if changes == {"host_gradients": "passing"}:
+            found.append("host_gradients: passing (2 bytes a parameter less; needs max_grad_norm=0)")
+        elif changes.keys() == {"moments_dtype"}:
+            name = changes["moments_dtype"]
+            less = _MOMENT_BYTES[config.moments_dtype] - _MOMENT_BYTES[name]
+            found.append(f"moments_dtype: {name} ({less:.2g} bytes a parameter less; slightly other numbers)")
     return f"In megatrain_config, these take less: {', '.join(found)}. " if found else ""
 
 

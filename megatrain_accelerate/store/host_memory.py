@@ -27,10 +27,8 @@ class HostMemory:
     """One mapping of host memory, of whole pages: anonymous, or (``shared``) one that other ranks have, too.
 
     Ownership: who made it. Tensors made by :meth:`tensor` keep the mapping alive; after :meth:`close` they are ordinary
-    pageable memory. ``register``: page-lock it for the current CUDA device's copies.
-
-    Raises:
-        HostMemoryError: the kernel or the driver refused; the message has the size and the remedy.
+    pageable memory. ``register``: page-lock it for the current CUDA device's copies. A ``HostMemoryError`` with the size and
+    the remedy where the kernel or the driver refuses.
     """
 
     def __init__(self, size_bytes: int, *, register: bool, shared: mmap.mmap | None = None) -> None:
@@ -61,10 +59,8 @@ class HostMemory:
         return self._finalizer is not None and self._finalizer.alive
 
     def register(self) -> None:
-        """Page-locks the mapping if that was asked for; raises ``HostMemoryError`` where the driver refuses.
-
-        Call it after first touch, which is faster with all threads.
-        """
+        """Page-locks the mapping, if that was asked for; a ``HostMemoryError`` where the driver refuses. To be called after
+        first touch, which is faster with all threads."""
         if not self._register_wanted or self.is_registered:
             return
         code = int(torch.cuda.cudart().cudaHostRegister(self.address, self.size_bytes, 0))
@@ -78,8 +74,7 @@ class HostMemory:
         self._finalizer.atexit = False
 
     def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over a part of the mapping, with a storage of its own: serialisers take tensors that share one for tied
-        weights, and clone them."""
+        """A tensor over a part of the mapping, with its own storage: serialisers take a shared one for tied weights."""
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)

@@ -29,12 +29,10 @@ class HostBlock(NamedTuple):
 
 
 class HostPool:
-    """Owner of registered segments of host memory, and of what is free in them.
+    """Owner of registered segments of host memory, of ``segment_bytes`` at least, and of what is free in them.
 
     A block that is given back with an event is free once the event is over: a copy may still read or write it. Blocks may be
-    given back by any thread; they are taken by one at a time.
-
-    It grows by at least ``segment_bytes``. ``host_memory_gib``: see :func:`available_host_bytes`.
+    given back by any thread; they are taken by one at a time. ``host_memory_gib``: see :func:`available_host_bytes`.
     """
 
     def __init__(
@@ -69,10 +67,8 @@ class HostPool:
         return self.size_bytes - self._free_bytes
 
     def take(self, size_bytes: int) -> HostBlock:
-        """A block of ``size_bytes`` (at least 1). Grows the pool only if what is free is too small.
-
-        Raises ``HostMemoryError`` where it would have to grow beyond the host memory that this process may use.
-        """
+        """A block of ``size_bytes`` (at least 1). Grows the pool only if what is free is too small; a ``HostMemoryError``
+        where that takes more host memory than this process may use."""
         wanted = round_up(size_bytes, GRANULE_BYTES)
         for wait in (False, True):
             if self._free_bytes < wanted:

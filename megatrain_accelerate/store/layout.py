@@ -61,8 +61,7 @@ class FlatEntry:
 
 
 class FlatLayout:
-    """The flat layout of one unit, whose parameters ``specs`` are in model order, each of a name of its own and in bf16 or
-    fp32."""
+    """The flat layout of one unit, whose parameters ``specs`` are in model order: in bf16 or fp32, with unique names."""
 
     def __init__(self, specs: Iterable[ParameterSpec]) -> None:
         specs = list(specs)

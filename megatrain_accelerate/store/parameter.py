@@ -138,10 +138,10 @@ def written_among(handles: Sequence[ParamHandle]) -> list[int]:
 
 @dataclasses.dataclass
 class ParameterState:
-    """One parameter in the store, as views of its unit's flat buffers. ``None`` where a frozen one has nothing.
+    """One parameter in the store: views of its unit's flat buffers, each with a storage of its own.
 
-    ``weight`` (bf16 or fp32), ``gradient`` (the same; None too for a unit on the device, whose gradients are autograd's own),
-    ``residual`` (int16) and ``moments`` of the optimizer, each tensor with a storage of its own.
+    ``weight`` (bf16 or fp32), ``gradient`` (the same; None for a unit on the device, whose gradients are autograd's own),
+    ``residual`` (int16) and ``moments`` of the optimizer; of a frozen one the weight alone.
     """
 
     handle: ParamHandle

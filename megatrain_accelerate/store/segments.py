@@ -55,10 +55,8 @@ def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list
 
 
 def segments_of_experts(segments: Sequence[Segment], unit: HostUnit, experts: ExpertRange) -> list[Segment]:
-    """What of a unit's segments are the parameters of these experts; those of all parts are the whole.
-
-    A parameter in 8-bit moments whose experts don't begin with a block of theirs is stepped whole with the first part.
-    """
+    """What of a unit's segments are the parameters of these experts; those of all parts are the whole. A parameter in 8-bit
+    moments whose experts don't begin with a block of theirs is stepped whole with the first part."""
     of_part: list[Segment] = []
     for state in unit.states:
         if (begin_of_parameter := state.entry.state_offset) is None:

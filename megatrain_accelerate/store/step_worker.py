@@ -39,10 +39,8 @@ class Ticket:
 
 
 class StepWorker:
-    """One named thread with one queue; it owns the order of all writes to the host store.
-
-    After a failure nothing that was queued is run, and every waiter gets the first cause: nobody may build upon half a step.
-    """
+    """One named thread with one queue, which owns the order of all writes to the host store. After a failure nothing that was
+    queued is run, and every waiter gets the first cause: nobody may build upon half a step."""
 
     def __init__(self, name: str = "megatrain-step-worker") -> None:
         self._queue: queue.SimpleQueue[tuple[Ticket, Callable[[], None]] | None] = queue.SimpleQueue()

@@ -166,8 +166,7 @@ class HostUnit:
             state.weight.copy_(value)
 
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
-        """Sets a parameter's master (and so its weight) from ``value``, of any floating dtype and device. A ``StateError``
-        where it has another shape or no data, or isn't floating."""
+        """Sets a parameter's master, and so its weight, from any floating ``value`` of its shape; else a ``StateError``."""
         if value.shape != state.weight.shape or not value.is_floating_point() or value.is_meta:
             raise StateError(
                 f"parameter {self.name}.{state.name} was prepared with shape {tuple(state.weight.shape)} and is now a "
@@ -213,8 +212,7 @@ class HostUnit:
 
     @property
     def promised_bytes(self) -> int:
-        """Host memory that was promised and isn't made yet; none of a unit that lives on the device. Of several ranks each
-        counts its share."""
+        """Host memory that was promised and isn't made yet, of a unit on the host; of several ranks each counts its share."""
         missing = set() if self.is_on_device else self._promised - self.memory.keys()
         return sum(map(self._size_of, missing)) // (self.shared.ranks.size if self.shared else 1)
 
@@ -253,8 +251,7 @@ class HostUnit:
         return self.device is not None
 
     def pieces(self, of_slot: torch.Tensor, gradients: torch.Tensor | None = None) -> list[tuple[torch.Tensor, ...]]:
-        """What one copy moves: views of the unit's flat weights, or of its ``gradients``, and of a slot's buffer; all
-        uint8."""
+        """What one copy moves, all uint8: views of the flat weights, or of these ``gradients``, and of a slot's buffer."""
         place = slice(0, self.layout.weight_bytes if gradients is None else self.layout.gradient_bytes)
         if self.shared is not None and gradients is not None:
             place = self.shared.share.bytes

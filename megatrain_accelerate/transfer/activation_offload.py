@@ -204,10 +204,8 @@ class ActivationOffloader:
             arrival.is_waited_for = True
 
     def send(self, recording: Recording, tape: Tape, position: int, run: int = EVERY_RUN) -> None:
-        """Issues the copies of what was recorded in a run whose kernels were all issued. A HostMemoryError without room.
-
-        Backward asks for it by the call's place on its forward pass and the number of the run, in forward order.
-        """
+        """Issues the copies of what was recorded in a run whose kernels were all issued; a HostMemoryError without room.
+        Backward asks for it by the call's place on its forward pass and the number of the run, in forward order."""
         parcels = recording.seal()
         self._recordings.setdefault(tape, {}).setdefault(position, []).append((run, recording))
         if not parcels:
@@ -235,8 +233,7 @@ class ActivationOffloader:
         self._meter.counters.d2h_bytes += sum(parcel.size_bytes for parcel in parcels)
 
     def bring_back(self, tape: Tape, position: int, run: int) -> None:
-        """Starts the copies back for one run of a call (see :meth:`send`), and for what backward, which takes a call's runs
-        from the last, comes to next."""
+        """Starts the copies back for one run of a call (see :meth:`send`), and for what backward comes to next."""
         if not self._recordings:
             return
         self._drop_strays()
@@ -245,7 +242,7 @@ class ActivationOffloader:
             self.leaving.remove(departure)
             self.give_up(departure)
         calls = self._recordings.get(tape, {})
-        runs = [(position, run), (position, run - 1)]
+        runs = [(position, run), (position, run - 1)]  # backward takes a call's runs from the last
         if not run:
             runs[1:] = [(before, max((number for number, _ in calls.get(before, [])), default=0)) for before in near[-2::-1]]
         for recording in [
@@ -312,10 +309,8 @@ class ActivationOffloader:
 def inputs_offloaded(
     offloader: ActivationOffloader, label: str, tensors: Sequence[torch.Tensor], tape: Tape, position: int
 ) -> Iterator[None]:
-    """What autograd saves of a call's inputs while the body runs goes to the host, if gradients flow to it.
-
-    Other inputs (masks, position embeddings) are the same tensors for all layers, and stay.
-    """
+    """What autograd saves of a call's inputs while the body runs goes to the host, if gradients flow to it. Other inputs
+    (masks, position embeddings) are the same tensors for all layers, and stay."""
     recording = offloader.record(label, [tensor for tensor in tensors if not tensor.requires_grad])
 
     with saved_tensors_hooks(

@@ -96,8 +96,7 @@ class UpdateGate:
         return all(found)
 
     def wait(self) -> None:
-        """Blocks until the memory is valid. Raises ``StepWorkerError`` where this rank's step failed, ``RankError`` where
-        another rank doesn't take its own."""
+        """Blocks until the memory is valid; raises where this rank's step failed, or another rank doesn't take its own."""
         for step in self._steps:
             step.wait()
         self._steps = ()
@@ -141,10 +140,8 @@ class Meter:
         return _Timed(self, self._streams.compute_stream, lambda ms: self.counters.add(cause, ms))
 
     def copying(self, direction: Cause, copied_bytes: int, beside_compute: bool = False) -> _Timed:
-        """Times the copies that the body issues; to be entered on their stream, behind what the stream waits for.
-
-        Those ``beside_compute`` are the step worker's; others hold up compute in the CPU stand-in.
-        """
+        """Times the copies that the body issues; to be entered on their stream, behind what the stream waits for. Those
+        ``beside_compute`` are the step worker's; others hold up compute in the CPU stand-in."""
 
         def add(copy_ms: float) -> None:
             self.counters.add(direction, copied_bytes, "copied_bytes")
@@ -156,8 +153,7 @@ class Meter:
         return _Timed(self, streams.h2d_stream if direction is Cause.H2D else streams.d2h_stream, add)
 
     def wait_for_step(self, name: str, gate: UpdateGate) -> None:
-        """Blocks the launching thread until the gate is open, and accounts for that and the GPU's idle time; see
-        :meth:`UpdateGate.wait`."""
+        """Blocks the launching thread until the gate is open, and accounts for that and for the GPU's idle time."""
         if gate.is_open:
             gate.wait()
             return

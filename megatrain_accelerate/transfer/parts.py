@@ -10,8 +10,7 @@ from megatrain_accelerate.transfer.meter import UpdateGate
 
 
 class Fetched(Protocol):
-    """What is fetched into a slot as a whole: a layer, or a part of its experts. ``index``: its place among all that share the
-    slots. The ``gate`` is closed while a step changes the weights."""
+    """What is fetched into a slot as a whole: a layer, or a part of its experts. ``index``: of all that share the slots."""
 
     index: int
     name: str
@@ -25,8 +24,7 @@ class Fetched(Protocol):
 
 
 class Stepped(Protocol):
-    """What has a unit of its own: a layer, all experts of one that stream in parts, or a resident group. The ``gate`` is
-    closed while a step reads the gradients and changes the weights."""
+    """What has a unit of its own: a layer, all experts of one that stream in parts, or a resident group."""
 
     name: str
     gate: UpdateGate

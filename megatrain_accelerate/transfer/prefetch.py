@@ -40,9 +40,8 @@ class Prefetcher:
         self._refused_at: dict[int, float] = {}
         """When a layer's copy could have been issued but for its step, by index."""
         self.leases: dict[int, WeightSlot] = {}
-        """Slots of the layers whose backward has begun, by index: leased from the first saved tensor that it reads to the
-        last. A cache and no promise: where every slot is in use the one that was read least recently ends early, and is taken
-        anew."""
+        """Slots of the layers whose backward has begun, by index, from the first saved tensor that it reads to the last. A
+        cache: where every slot is in use the one that was read least recently is given up, and taken anew."""
         self._upcoming: Sequence[int] = ()
         self.at_address: dict[int, WeightSlot] = {}
         """The slots that there are, by where their memory begins."""
@@ -73,7 +72,6 @@ class Prefetcher:
 
     @property
     def all_on_device(self) -> bool:
-        """Whether all layers' units live on the device."""
         return len(self.own_slots) - len(self._held) == len(self._layers)
 
     def drop_own_slots(self) -> None:
@@ -98,10 +96,8 @@ class Prefetcher:
         self._note_slots()
 
     def let_go(self, size_bytes: int | None = None) -> int:
-        """Takes slots of :meth:`hold` back, the latest first, until ``size_bytes`` are free, by default all of them.
-
-        Returns the bytes that became free.
-        """
+        """Takes slots of :meth:`hold` back, the latest first, until ``size_bytes`` (or all) are free; returns what became
+        so."""
         freed_bytes = 0
         while self._held and (size_bytes is None or freed_bytes < size_bytes):
             slot = self.own_slots.pop(self._held.pop())
@@ -199,10 +195,8 @@ class Prefetcher:
         return own if own is not None and layer.unit.is_on_device else None
 
     def _victim(self, layer: Fetched, wanted: set[int]) -> WeightSlot:
-        """The slot to overwrite: the layer's own, a stale one, else the least recently used; none in use or wanted.
-
-        Raises a StateError if all are in use by layers that run.
-        """
+        """The slot to overwrite: the layer's own, a stale one, else the least recently used; none in use or wanted. A
+        StateError if all are in use by layers that run."""
         slots = [self.own_slots[layer.index]] if layer.index in self.own_slots else self.slots
 
         def rank(slot: WeightSlot) -> tuple[bool, int]:

@@ -31,10 +31,8 @@
 // Compilers compare the addresses instead, and give vectors up where that would be more than ten comparisons.
 #if defined(__clang__)
 #define MEGATRAIN_NO_OVERLAP _Pragma("clang loop vectorize(assume_safety)")
-#elif defined(__GNUC__)
-#define MEGATRAIN_NO_OVERLAP _Pragma("GCC ivdep")
 #else
-#define MEGATRAIN_NO_OVERLAP
+#define MEGATRAIN_NO_OVERLAP _Pragma("GCC ivdep")
 #endif
 
 namespace megatrain {
