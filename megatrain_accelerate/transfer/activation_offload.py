@@ -245,9 +245,8 @@ class ActivationOffloader:
         runs = [(position, run), (position, run - 1)]  # backward takes a call's runs from the last
         if not run:
             runs[1:] = [(before, max((number for number, _ in calls.get(before, [])), default=0)) for before in near[-2::-1]]
-        for recording in [
-            recording for place, wanted in runs for number, recording in calls.get(place, []) if number in (wanted, EVERY_RUN)
-        ]:
+        wanted = [at for place, number in runs for run_of, at in calls.get(place, []) if run_of in (number, EVERY_RUN)]
+        for recording in wanted:
             if away := [parcel for parcel in recording.parcels.values() if parcel.on_device is None]:
                 with named_range(f"megatrain::bring_back_activations ({recording.label})"):
                     self._bring_back(away)

@@ -96,8 +96,7 @@ class Prefetcher:
         self._note_slots()
 
     def let_go(self, size_bytes: int | None = None) -> int:
-        """Takes slots of :meth:`hold` back, the latest first, until ``size_bytes`` (or all) are free; returns what became
-        so."""
+        """Takes slots of :meth:`hold` back, the latest first, until ``size_bytes`` (or all) are free; returns the bytes."""
         freed_bytes = 0
         while self._held and (size_bytes is None or freed_bytes < size_bytes):
             slot = self.own_slots.pop(self._held.pop())
@@ -167,7 +166,7 @@ class Prefetcher:
     def leased(self, layer: Fetched) -> WeightSlot | None:
         """The slot that the layer has a lease of, and reads now, if it holds the weights of now; else the lease ends."""
         slot = self.leases.get(layer.index)
-        if slot is not None and slot is self._slot_of(layer):
+        if slot is not None and (slot.holder == (layer.index, layer.unit.version) or layer.unit.is_on_device):
             slot.last_used = next(self._clock)
             return slot
         self.end_lease(layer.index, prefetches=False)
