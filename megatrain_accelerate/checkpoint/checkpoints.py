@@ -36,9 +36,6 @@ STAGING_PREFIX = ".megatrain-incomplete"
 _TRAINER_STATE = "trainer_state.json"
 """What the Trainer's own checkpoints have, and a folder that a script made for its files hasn't."""
 
-_WRITTEN, _PUBLISHED = "a written checkpoint", "a published checkpoint"
-"""Where ranks meet."""
-
 _POLL_SECONDS = 0.5
 
 # Weights and adapters, whole or in shards, and the state of a training: what a resume or from_pretrained() would read beside
@@ -64,40 +61,37 @@ def save_checkpoint(
     """
     engine = engine_of(trainer.model)
     ranks = None if engine is None else engine.runtime.ranks
-    if engine is None or (ranks is None and not trainer.args.should_save):
+    saves = trainer.args.should_save
+    if engine is None or not (saves or ranks is not None):
         original(trainer, model, trial, *args, **kwargs)
         return
     run_dir = Path(trainer._get_output_dir(trial=trial))
+    meet = ranks.meet if ranks is not None else (lambda _: None)
     engine.drain()
-    if ranks is not None and not trainer.args.should_save:
-        staging = ranks.broadcast(None)
-        with _saving_to(trainer, staging):
-            original(trainer, model, trial, *args, **kwargs)
-        ranks.meet(_WRITTEN)
-        ranks.meet(_PUBLISHED)
-        _point_best_checkpoint(trainer, staging, run_dir)
-        return
-    with checkpoint_staging(run_dir, f"checkpoint-{trainer.state.global_step}") as staging:
-        expected = _require_room(run_dir, trainer.model, trainer.optimizer, engine, trainer.args)
+    name = f"checkpoint-{trainer.state.global_step}"
+    with checkpoint_staging(run_dir, name) if saves else contextlib.nullcontext(run_dir) as staging:
+        expected = _require_room(run_dir, trainer.model, trainer.optimizer, engine, trainer.args) if saves else 0
         if ranks is not None:
-            ranks.broadcast(staging)
+            staging = ranks.broadcast(staging)
         with (
-            _saving_progress(staging, expected, show=not trainer.args.disable_tqdm),
+            _saving_progress(staging, expected, show=saves and not trainer.args.disable_tqdm),
             _saving_to(trainer, staging),
             _logged_without(staging.name),
         ):
             original(trainer, model, trial, *args, **kwargs)
-        if ranks is not None:
-            ranks.meet(_WRITTEN)
+        meet("a written checkpoint")
+        if saves:
+            _point_best_checkpoint(trainer, staging, run_dir)
+            for folder in staging.iterdir():
+                if (folder / _TRAINER_STATE).exists():
+                    trainer.state.save_to_json(str(folder / _TRAINER_STATE))
+            published = publish(staging)
+    if saves:
+        _rotate(trainer, run_dir)
+    meet("a published checkpoint")
+    if not saves:
         _point_best_checkpoint(trainer, staging, run_dir)
-        for folder in staging.iterdir():
-            if (folder / _TRAINER_STATE).exists():
-                trainer.state.save_to_json(str(folder / _TRAINER_STATE))
-        published = publish(staging)
-    _rotate(trainer, run_dir)
-    if ranks is not None:
-        ranks.meet(_PUBLISHED)
-    if trainer.args.push_to_hub:  # which reads the output folder, too: nothing lies aside there now
+    elif trainer.args.push_to_hub:  # which reads the output folder, too: nothing lies aside there now
         for folder in published:
             trainer._push_from_checkpoint(str(folder))
 
@@ -143,36 +137,24 @@ def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
 
 
 def _rotate(trainer: Any, run_dir: Path) -> None:
-    """Deletes old checkpoints by the Trainer's own rule; a kill leaves each of them whole or gone.
+    """Deletes old checkpoints by the Trainer's rule: the last one and the best one stay. A kill leaves each whole or gone.
 
-    Inside the original call they weren't where the Trainer looked. The rule deletes empty stand-ins
-    that have the checkpoints' names and times.
+    Inside the original call they weren't where the Trainer looked.
     """
     limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
     if not limit or limit <= 0:
         return
+    try:
+        from transformers.trainer_utils import sort_checkpoints
+    except ImportError:  # older ones, 5.0 among them
+        checkpoints = trainer._sorted_checkpoints(use_mtime=True, output_dir=str(run_dir))
+    else:
+        checkpoints = sort_checkpoints(str(run_dir), use_mtime=True)
+    stay = {checkpoints[-1], *([str(Path(best))] if best else [])}
+    surplus = max(0, len(checkpoints) - max(limit, len(stay)))
     with checkpoint_staging(run_dir) as staging:
-        checkpoints = [path for path in run_dir.glob("checkpoint-*") if path.is_dir()]
-        for path in checkpoints:
-            stand_in = staging / path.name
-            stand_in.mkdir()
-            times = path.stat()
-            os.utime(stand_in, ns=(times.st_atime_ns, times.st_mtime_ns))
-        best_stand_in = str(staging / Path(best).name) if best and Path(best).parent == run_dir else best
-        try:
-            from transformers.trainer_utils import rotate_checkpoints
-        except ImportError:  # transformers 4, which logs what it deletes
-            trainer.state.best_model_checkpoint = best_stand_in
-            with _logged_without(staging.name):
-                trainer._rotate_checkpoints(use_mtime=True, output_dir=str(staging))
-            trainer.state.best_model_checkpoint = best
-        else:
-            rotate_checkpoints(
-                output_dir=str(staging), save_total_limit=limit, best_model_checkpoint=best_stand_in, use_mtime=True
-            )
-        for path in checkpoints:
-            if not (staging / path.name).exists():
-                os.rename(path, staging / f"{path.name}.deleted")
+        for path in [path for path in checkpoints if path not in stay][:surplus]:
+            os.rename(path, staging / f"{Path(path).name}.deleted")
 
 
 def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
