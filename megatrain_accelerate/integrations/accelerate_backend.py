@@ -32,10 +32,6 @@ from megatrain_accelerate.store.parameter import ParameterState
 
 logger = logging.getLogger(__name__)
 
-_step_hooks: list[Any] = []
-"""They look at all optimizers' steps from the first prepared model on. Writes of one that wasn't
-prepared are found by the weights' versions, but for those of torch's fused kernels."""
-
 # Attributes of an Accelerator.
 _WAITING = "_megatrain_waiting_optimizers"
 _TOGETHER = "_megatrain_prepared_together"
@@ -49,9 +45,8 @@ def _engines(accelerator: Any) -> list[Engine]:
 def require_servable(accelerator: Any) -> None:
     """Checks that this Accelerator can be served: when it is made, and when it prepares, since ``enable()`` may come later.
 
-    Raises:
-        ConfigError: there is no GPU and the CPU wasn't asked for.
-        UnsupportedError: fp16, fp8, or whole-model compilation.
+    Raises ``ConfigError`` where there is no GPU and the CPU wasn't asked for, and ``UnsupportedError`` for fp16, fp8, or
+    whole-model compilation.
     """
     if accelerator.device.type not in ("cuda", "cpu"):
         raise UnsupportedError(
@@ -91,8 +86,8 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
 def _is_beside(accelerator: Any, model: nn.Module, config: MegatrainConfig) -> bool:
     """Whether a module (a head, a critic, a loss) is to be placed as usual, beside one that streams.
 
-    It has no repeated layers, or all of it is smaller than one layer of a model that is prepared with
-    it or was before. A part of a model that streams isn't beside it.
+    It has no repeated layers, or all of it is smaller than one layer of a model that is prepared with it or was before. A part
+    of a model that streams isn't beside it.
     """
     engines = _engines(accelerator)
     if any(engine.runtime.state_of(parameter) is not None for engine in engines for parameter in model.parameters()):
@@ -117,13 +112,10 @@ def prepare_model(
 ) -> nn.Module:
     """Attaches the engine, then lets Accelerate do its bookkeeping and autocast, without placement and wrapping.
 
-    A small module beside a model that streams is Accelerate's alone.
-
-    Raises:
-        UnsupportedError: the model can't stream, an optimizer that steps another one holds trained parameters of it, or
-            :func:`require_servable` refuses the Accelerator.
-        HostMemoryError: it doesn't fit.
-        ConfigError: the settings and the accumulation of gradients exclude each other, or there is no GPU.
+    A small module beside a model that streams is Accelerate's alone. Raises what :func:`require_servable` does,
+    ``UnsupportedError`` where the model can't stream or an optimizer that steps another one holds trained parameters of it,
+    ``HostMemoryError`` where it doesn't fit, ``ConfigError`` where the settings and the accumulation of gradients exclude each
+    other.
     """
     require_servable(accelerator)
     config = config_for(arguments_of(accelerator))
@@ -138,6 +130,7 @@ def prepare_model(
 def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluation_mode: bool) -> None:
     """Gives a model the engine that it needs. Optimizers of engines that are closed for it wait to be adopted."""
     engine, bf16 = engine_of(model), accelerator.mixed_precision == "bf16"
+    accumulation, arguments = accelerator.gradient_accumulation_steps, arguments_of(accelerator)
     left_behind: list[torch.optim.Optimizer] = []
     if engine is not None:
         changed = None
@@ -151,7 +144,7 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
             engine.close()
             engine = None
     if not evaluation_mode:
-        require_steps_in_backward_possible(config, accelerator.gradient_accumulation_steps)
+        require_steps_in_backward_possible(config, accumulation)
         refuse_sparse_gradients(model)
     if engine is None:
         if getattr(model, "hf_device_map", None):
@@ -168,12 +161,12 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
             config,
             bf16=bf16,
             training=was_trained or not evaluation_mode,
-            accumulates=accelerator.gradient_accumulation_steps > 1,
-            show_progress=accelerator.is_local_main_process and not getattr(arguments_of(accelerator), "disable_tqdm", False),
+            accumulates=accumulation > 1,
+            show_progress=accelerator.is_local_main_process and not getattr(arguments, "disable_tqdm", False),
             show_plan=accelerator.is_local_main_process,
             freed_bytes=_moment_bytes([*left_behind, *earlier_optimizers], model),
         )
-        engine.device_plan.reserved_share = reserved_share(arguments_of(accelerator))
+        engine.device_plan.reserved_share = reserved_share(arguments)
         # Not the Accelerator: it holds the model, and the model's engine would hold both for ever.
         gradient_state = accelerator.gradient_state
         engine.runtime.offloader.gradients_complete = lambda: bool(gradient_state.sync_gradients)
@@ -184,13 +177,11 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
         left_behind += [one for one in earlier_optimizers if any(map(trains, _parameters(one)))]
     elif not evaluation_mode:
         engine.enable_training()
-    if not evaluation_mode and accelerator.gradient_accumulation_steps > 1:
-        engine.expect_accumulation(accelerator.gradient_accumulation_steps)
-    if not _step_hooks:
-        _step_hooks.extend((register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)))
+    if not evaluation_mode and accumulation > 1:
+        engine.expect_accumulation(accumulation)
     for optimizer in left_behind:
         if _holds_any_of(optimizer, engine):
-            _wait(accelerator, optimizer)
+            _waiting(accelerator)[id(optimizer)] = optimizer
 
 
 def _moment_bytes(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> int:
@@ -247,25 +238,24 @@ def prepare_optimizer(
     own = optimizer.optimizer if is_prepared and isinstance(optimizer, AcceleratedOptimizer) else optimizer
     driver = driver_of(own)
     if not is_prepared or (driver is not None and driver.is_retired):
-        _wait(accelerator, own)
+        _waiting(accelerator)[id(own)] = own
         _adopt_waiting(accelerator)
     return original(accelerator, optimizer, device_placement=False)
 
 
-def _wait(accelerator: Any, optimizer: torch.optim.Optimizer) -> None:
-    waiting = accelerator.__dict__.setdefault(_WAITING, [])
-    if not any(other is optimizer for other in waiting):
-        waiting.append(optimizer)
+def _waiting(accelerator: Any) -> dict[int, torch.optim.Optimizer]:
+    """By their ids, the optimizers that are adopted as soon as their model is prepared."""
+    waiting: dict[int, torch.optim.Optimizer] = accelerator.__dict__.setdefault(_WAITING, {})
+    return waiting
 
 
 def _adopt_waiting(accelerator: Any) -> None:
-    waiting = accelerator.__dict__.get(_WAITING, [])
-    for optimizer in list(waiting):
+    for optimizer in list(_waiting(accelerator).values()):
         was_driven = driver_of(optimizer) is not None
         for engine in _engines(accelerator):
             # One whose model is only evaluated for now goes on when that is trained again.
             if _holds_any_of(optimizer, engine) and (engine.training or not was_driven):
-                waiting.remove(optimizer)
+                del _waiting(accelerator)[id(optimizer)]
                 for model in accelerator.__dict__.get(_TOGETHER, []):
                     if engine_of(model) is None and not _is_beside(accelerator, model, engine.config):
                         _refuse_two_models(optimizer, model)
@@ -316,42 +306,31 @@ def require_steps_after_backward(config: MegatrainConfig) -> None:
 def require_steps_in_backward_possible(
     config: MegatrainConfig, accumulation: int, clips: bool = False, tries_again: bool = False
 ) -> None:
-    """Raises ``ConfigError`` where the settings want steps in backward and gradients are clipped.
-
-    Or, where gradients pass (``host_gradients: passing``), accumulated, or a backward that failed is to be tried again.
-    """
-    if config.passes_gradients and accumulation > 1:
-        raise ConfigError(
-            "megatrain_config.host_gradients: passing consumes gradients in backward, and gradient_accumulation_steps is "
-            f"{accumulation}; set it to 1 (megatrain_config.micro_batch_size runs a large batch in pieces), or "
-            "host_gradients to 'kept' (2 bytes a parameter more)"
-        )
-    if config.passes_gradients and clips:
-        raise ConfigError(
-            "megatrain_config.host_gradients: passing consumes gradients before their global norm is known, and max_grad_norm "
-            "is above 0; set max_grad_norm to 0, or host_gradients to 'kept' (2 bytes a parameter more)"
-        )
-    if config.step_schedule == "backward" and clips:
-        raise ConfigError(
-            "megatrain_config.step_schedule: backward steps a layer before the gradients' global norm is known, and "
-            "max_grad_norm is above 0; set max_grad_norm to 0, or leave step_schedule out"
-        )
-    if config.passes_gradients and tries_again:
-        raise ConfigError(
-            "megatrain_config.host_gradients: passing steps layers in backward, and auto_find_batch_size tries a backward "
-            "again that ran out of memory, after some of its layers were stepped; leave auto_find_batch_size off "
-            "(megatrain_config.micro_batch_size runs a large batch in pieces), or set host_gradients to 'kept' (2 bytes a "
-            "parameter more)"
-        )
+    """Raises ``ConfigError`` where the settings want steps in backward and gradients are clipped; or, where gradients pass
+    (``host_gradients: passing``), accumulated, or a backward that failed is to be tried again."""
+    in_pieces, kept = "(megatrain_config.micro_batch_size runs a large batch in pieces)", "(2 bytes a parameter more)"
+    reasons = {
+        f"host_gradients: passing consumes gradients in backward, and gradient_accumulation_steps is {accumulation}; set it "
+        f"to 1 {in_pieces}, or host_gradients to 'kept' {kept}": config.passes_gradients and accumulation > 1,
+        "host_gradients: passing consumes gradients before their global norm is known, and max_grad_norm is above 0; set "
+        f"max_grad_norm to 0, or host_gradients to 'kept' {kept}": config.passes_gradients and clips,
+        "step_schedule: backward steps a layer before the gradients' global norm is known, and max_grad_norm is above 0; set "
+        "max_grad_norm to 0, or leave step_schedule out": config.step_schedule == "backward" and clips,
+        "host_gradients: passing steps layers in backward, and auto_find_batch_size tries a backward again that ran out of "
+        f"memory, after some of its layers were stepped; leave auto_find_batch_size off {in_pieces}, or set host_gradients to "
+        f"'kept' {kept}": config.passes_gradients and tries_again,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(f"megatrain_config.{reason}")
 
 
 def begin_training(engine: Engine, *, steps_in_backward: bool) -> None:
     """Chooses the schedule of the steps where the settings leave the choice, and forgets a training that broke off.
 
-    Args:
-        steps_in_backward: whether layers may be stepped in backward: not where gradients are clipped (their norm is known
-            after backward only), nor where a step that fails is tried again with a smaller batch (what was stepped already
-            couldn't be taken back), nor where code of the user's runs between backward and step.
+    ``steps_in_backward``, layers may be stepped in backward: not where gradients are clipped (their norm is known after
+    backward only), nor where a step that fails is tried again with a smaller batch (what was stepped already couldn't be taken
+    back), nor where code of the user's runs between backward and step.
     """
     engine.runtime.drain()
     for driver in engine.optimizer_drivers:
@@ -378,19 +357,17 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float = 2,
 ) -> Any:
-    """The gradients' global norm, known since backward; the clip factor is folded into the fused step.
-
-    Gradients of modules that don't stream count, and are scaled in place.
-    """
+    """The gradients' global norm, known since backward; the clip factor is folded into the fused step. Gradients of modules
+    that don't stream count, and are scaled in place."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     with unwatched():
         trained = [parameter for parameter in parameters if parameter.grad is not None]
     streamed = streamed_among(trained)
-    for engine in _engines(accelerator):
-        has_all = all(map(engine.runtime.trains, streamed))
-        if float(norm_type) == 2.0 and has_all and (streamed or not trained):
-            return engine.runtime.clip_grad_norm(trained, float(max_norm)).to(accelerator.device)
-    for engine in _engines(accelerator):
+    engines = _engines(accelerator)
+    holder = next((engine for engine in engines if all(map(engine.runtime.trains, streamed))), None)
+    if holder is not None and float(norm_type) == 2.0 and (streamed or not trained):
+        return holder.runtime.clip_grad_norm(trained, float(max_norm)).to(accelerator.device)
+    for engine in engines:
         engine.runtime.watch.settle()
     return original(accelerator, parameters, max_norm, norm_type)
 
@@ -428,3 +405,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for state in _stepped(optimizer):
         state.handle.mark_written()
+
+
+# They look at all optimizers' steps from now on. Writes of one that wasn't prepared are found by the weights' versions, but
+# for those of torch's fused kernels.
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
