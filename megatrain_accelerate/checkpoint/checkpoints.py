@@ -128,10 +128,9 @@ def _logged_without(folder: str) -> Iterator[None]:
 
 def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
     """The Trainer notes the best checkpoint by the path under which it saw it."""
-    best_step = getattr(trainer.state, "best_global_step", None)
-    best = Path(trainer.state.best_model_checkpoint) if trainer.state.best_model_checkpoint else None
-    if best is not None and best.parent == staging:
-        trainer.state.best_model_checkpoint = str(run_dir / best.name)
+    best, best_step = trainer.state.best_model_checkpoint, getattr(trainer.state, "best_global_step", None)
+    if best and Path(best).parent == staging:
+        trainer.state.best_model_checkpoint = str(run_dir / Path(best).name)
     elif best_step and (run_dir / f"checkpoint-{best_step}").exists():
         trainer.state.best_model_checkpoint = str(run_dir / f"checkpoint-{best_step}")
 
@@ -178,11 +177,8 @@ def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only
     what it will be after its first step; another optimizer's is what it is now.
     """
     adapters_only = bool(getattr(model, "peft_config", None))
-    weights = sum(
-        tensor.numel() * tensor.element_size()
-        for _, tensor in _saved_tensors(model)
-        if tensor.requires_grad or not adapters_only
-    )
+    saved = (tensor for _, tensor in _saved_tensors(model) if tensor.requires_grad or not adapters_only)
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in saved)
     if save_only_model or optimizer is None:
         return {"weights": weights}
     views = {
@@ -204,10 +200,8 @@ def _require_room(run_dir: Path, model: nn.Module, optimizer: Any, engine: Engin
 
 
 def require_saving_possible(args: Any, model: nn.Module, optimizer: Any, engine: Engine) -> None:
-    """Raises ``DiskError`` where checkpoints are wanted and the output folder can't be written to, or has no room.
-
-    Removes what killed runs left in it.
-    """
+    """Raises ``DiskError`` where checkpoints are wanted and the output folder can't be written to, or has no room. Removes
+    what killed runs left in it."""
     if not args.should_save or getattr(args.save_strategy, "value", args.save_strategy) == "no":
         return
     run_dir = Path(args.output_dir)
@@ -223,11 +217,10 @@ def checkpoint_staging(run_dir: Path, what: str = "checkpoints") -> contextlib.A
 @contextlib.contextmanager
 def _saving_progress(folder: Path, expected_bytes: int, show: bool) -> Iterator[None]:
     """Draws a bar of what has been written under ``folder`` while the body runs."""
-    bar = progress_bar(expected_bytes, "saving", "B", show=show)
+    bar, done = progress_bar(expected_bytes, "saving", "B", show=show), threading.Event()
     if bar.disable:
         yield
         return
-    done = threading.Event()
 
     def draw() -> None:
         with bar:
@@ -253,10 +246,8 @@ def publish(staging: Path) -> list[Path]:
     A checkpoint of the same name is replaced: at every instant there is the older one or the new one, complete. Where the file
     system can't exchange names, a kill may leave neither; the next staging folder then puts the older one back. Files that a
     user or a script put into it stay, as they do where the Trainer writes over it. Its own weights and training state don't:
-    beside those of the new checkpoint they would be read instead of them, or with them.
-
-    Raises:
-        OSError: the disk can't take them; the checkpoints before are as they were.
+    beside those of the new checkpoint they would be read instead of them, or with them. Raises ``OSError`` where the disk
+    can't take them; the checkpoints before are as they were.
     """
     published = []
     for folder in sorted(staging.iterdir()):
