@@ -28,7 +28,7 @@ from megatrain_accelerate.config import usable_cpu_count
 from megatrain_accelerate.errors import HostMemoryError, KernelError, PatchError
 from megatrain_accelerate.integrations import import_hook
 from megatrain_accelerate.integrations.patches import PATCHES, TESTED_VERSIONS
-from megatrain_accelerate.integrations.wrapping import ensure_ready
+from megatrain_accelerate.integrations.wrapping import ensure_ready, installed_version
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.parallel.huge_file import open_huge_file
 from megatrain_accelerate.plan.machine import (
@@ -118,7 +118,7 @@ def versions() -> list[Finding]:
     installed: dict[str, Value] = {"megatrain_accelerate": __version__, "python": platform.python_version()}
     installed |= {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": _driver_version()}
     for package in TESTED_VERSIONS:
-        installed[package] = _version(package)
+        installed[package] = installed_version(package)
     text = ", ".join(f"{name} {version}" for name, version in installed.items() if version is not None)
     findings = [Finding("versions", "ok", text, values=installed)]
     for package, tested in TESTED_VERSIONS.items():
@@ -127,12 +127,6 @@ def versions() -> list[Finding]:
             remedy = f"pip install '{package}=={tested.split()[-1]}' if something is wrong"
             findings.append(Finding(f"{package} {version}", "note", f"the patches were tested with {tested}", remedy))
     return findings
-
-
-def _version(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
 
 
 def _is_tested(version: str, tested: str) -> bool:
@@ -149,10 +143,8 @@ def _driver_version() -> str | None:
     """The GPU driver's, as ``nvidia-smi`` says it; None without one."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
-        return (
-            subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()[0].strip()
-            or None
-        )
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return found.stdout.splitlines()[0].strip() or None
     return None
 
 
@@ -298,11 +290,8 @@ def disk(folder: Path) -> list[Finding]:
 
 
 def measure_link(device: torch.device) -> tuple[float, float, float]:
-    """Bytes a second from registered host memory to the GPU, from it, and the sum of both at once on two streams.
-
-    Raises:
-        HostMemoryError: the driver refuses to register memory.
-    """
+    """Bytes a second from registered host memory to the GPU, from it, and the sum of both at once on two streams. Raises
+    ``HostMemoryError`` where the driver refuses to register memory."""
     memory = HostMemory(_COPY_BYTES, register=True)
     try:
         host = memory.tensor(0, (_COPY_BYTES,), torch.uint8).zero_()
