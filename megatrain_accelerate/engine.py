@@ -86,9 +86,10 @@ def prepared_models() -> list[tuple[nn.Module, Engine]]:
 class Engine:
     """The streaming engine of one model, attached to it.
 
-    Adopting frees the model's own memory layer by layer, so that the host never holds more than the
-    store, one layer and a constant. Parameters keep identity, name and shape; layers' data moves to
-    the host store, the rest to the device. The engine doesn't hold the model; it dies with it.
+    Adopting frees the model's own memory layer by layer, so that the host never holds more than the store, one layer and a
+    constant. Parameters keep identity, name and shape; layers' data moves to the host store, the rest to the device. The
+    engine doesn't hold the model; it dies with it. Raises ``UnsupportedError`` where the model can't stream, and
+    ``HostMemoryError`` where it doesn't fit, before anything is allocated.
 
     Args:
         model: on the CPU.
@@ -97,10 +98,6 @@ class Engine:
         accumulates: whether gradients of several backwards will be added up before a step; counts their memory already.
         show_plan: print the plan's table, and in a log file a line in the progress bar's place.
         freed_bytes: host memory that others give back meanwhile: moments that optimizers brought from an earlier engine.
-
-    Raises:
-        UnsupportedError: the model can't stream; the message says why.
-        HostMemoryError: it doesn't fit; raised before anything is allocated.
     """
 
     unit_class: type[HostUnit] = HostUnit
@@ -150,8 +147,6 @@ class Engine:
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []
         self.training = False
-        self.plan_seconds = 0.0
-        """Spent on plans in training forwards so far: their runs without data and their measurements."""
         self.is_closed = False
         require_layers(len(discovery.layers), config.placement)
         require_attention_to_keep(model, config.placement.kept_attention)
@@ -245,10 +240,8 @@ class Engine:
         return [driver.optimizer for driver in self.optimizer_drivers if driver.optimizer is not None]
 
     def enable_training(self) -> None:
-        """Gets ready for gradients, on the host and on the device. Does nothing the second time.
-
-        Raises ``HostMemoryError`` where it doesn't fit; nothing is allocated then.
-        """
+        """Gets ready for gradients, on the host and on the device, unless it is. Raises ``HostMemoryError`` where it doesn't
+        fit; nothing is allocated then."""
         if not self.training:
             parts = self._planned_bytes([unit.layout for unit in self.runtime.units])
             more = {kind: parts[kind] for kind in ("gradients", "moments")}
@@ -293,14 +286,9 @@ class Engine:
 
     def matches(self, model: nn.Module) -> bool:
         """Whether the model still has the parameters, of the same shapes and with the same ones frozen, that were adopted."""
-        parameters = list(model.parameters())
-        states = [self.runtime.state_of(parameter) for parameter in parameters]
-        return len({id(p) for p in parameters}) == sum(len(unit.states) for unit in self.runtime.units) and all(
-            state is not None
-            and state.entry.spec.trainable == parameter.requires_grad
-            and state.entry.spec.shape == tuple(parameter.shape)
-            for state, parameter in zip(states, parameters, strict=True)
-        )
+        adopted = (state for unit in self.runtime.units for state in unit.states)
+        kinds = {id(state.parameter): (state.entry.spec.trainable, state.entry.spec.shape) for state in adopted}
+        return kinds == {id(parameter): (parameter.requires_grad, tuple(parameter.shape)) for parameter in model.parameters()}
 
     def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
         groups = discovery.parameter_groups()
@@ -367,10 +355,8 @@ class Engine:
                 self._handles.append(module.register_forward_pre_hook(hook))
 
     def adopt_unfrozen(self, model: nn.Module) -> bool:
-        """Prepares the model anew if parameters are trained that were frozen; says whether it did.
-
-        Raises ``HostMemoryError`` where what is trained now doesn't fit.
-        """
+        """Prepares the model anew if parameters are trained that were frozen; says whether it did. Raises ``HostMemoryError``
+        where what is trained now doesn't fit."""
         if self.prepare_anew is None or not self.training or not any(parameter.requires_grad for parameter in self._frozen):
             return False
         self.prepare_anew(model)
@@ -394,7 +380,7 @@ class Engine:
         if self.training and model.training:
             began = time.perf_counter()
             self.device_plan.follow(model, by_name(model, args, kwargs))
-            self.plan_seconds += time.perf_counter() - began
+            self.runtime.meter.counters.plan_seconds += time.perf_counter() - began
             self.runtime.offloader.make_places(self.runtime.units)  # of what the plan leaves on the host
         self.runtime.batch_cut.begin((args, kwargs))  # behind the plan, which looks at other batches
         return None
@@ -423,10 +409,8 @@ class Engine:
         self._is_in_forward &= engine_of(model) is not self
 
     def _refuse_replaced(self, model: nn.Module) -> None:
-        """Raises ``StateError`` where a layer, or a parameter outside the layers, was replaced or removed.
-
-        Parameters inside layers are checked when the layer runs.
-        """
+        """Raises ``StateError`` where a layer, or a parameter outside the layers, was replaced or removed. Parameters inside
+        layers are checked when the layer runs."""
         for owner, held in self._places.items():
             module = find_module(model, owner)
             for registry, key, adopted, name in held:
@@ -478,10 +462,8 @@ class Engine:
         return None if time is None else time.seconds
 
     def close(self) -> None:
-        """Detaches the engine: a plain model stays, with its weights in ordinary host memory, in full precision.
-
-        Buffers stay on the device. Closing twice is fine.
-        """
+        """Detaches the engine, unless it is: a plain model stays, with its weights in ordinary host memory, in full precision.
+        Buffers stay on the device."""
         if self.is_closed:
             return
         self.is_closed = True

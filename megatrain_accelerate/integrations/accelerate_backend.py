@@ -20,7 +20,6 @@ from megatrain_accelerate.engine import Engine, all_engines, engine_of
 from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedError
 from megatrain_accelerate.integrations.shared_parts import refuse_calls, take_over
 from megatrain_accelerate.integrations.telemetry import trace_if_asked
-from megatrain_accelerate.integrations.training_arguments import reserved_share
 from megatrain_accelerate.integrations.wrapping import arguments_of
 from megatrain_accelerate.layers.runtime import streamed_among
 from megatrain_accelerate.layers.watched_parameters import unwatched
@@ -166,7 +165,9 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
             show_plan=accelerator.is_local_main_process,
             freed_bytes=_moment_bytes([*left_behind, *earlier_optimizers], model),
         )
-        engine.device_plan.reserved_share = reserved_share(arguments)
+        if getattr(arguments, "use_vllm", False) and getattr(arguments, "vllm_enable_sleep_mode", False):
+            # TRL's vLLM in this process takes it by turns with the training; one that doesn't sleep has taken it already.
+            engine.device_plan.reserved_share = float(arguments.vllm_gpu_memory_utilization)
         # Not the Accelerator: it holds the model, and the model's engine would hold both for ever.
         gradient_state = accelerator.gradient_state
         engine.runtime.offloader.gradients_complete = lambda: bool(gradient_state.sync_gradients)
@@ -193,10 +194,8 @@ def _moment_bytes(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module)
 
 
 def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
-    """Gives a model in training an engine that trains what was unfrozen; the training goes on as it was.
-
-    Raises ``StateError`` where the Accelerator is gone, ``HostMemoryError`` where what is trained now doesn't fit.
-    """
+    """Gives a model in training an engine that trains what was unfrozen; the training goes on as it was. Raises ``StateError``
+    where the Accelerator is gone, ``HostMemoryError`` where what is trained now doesn't fit."""
     found, before = accelerator(), engine_of(model)
     if found is None or before is None:
         raise StateError(
@@ -223,7 +222,6 @@ def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
     # What the engine before counted and expects is this one's.
     engine.device_plan.expect_steps(*before.device_plan.expected)
     engine.runtime.meter.counters = before.runtime.meter.counters
-    engine.plan_seconds += before.plan_seconds
 
 
 def prepare_optimizer(

@@ -101,12 +101,9 @@ class TokenCounter:
 def bound_shares(wait_ms: dict[str, float], step_ms: float) -> dict[str, float]:
     """Shares of a step in which the GPU worked (``compute``) and in which it stood still for each other resource.
 
-    The rest of a step, launching and the data loader among it, counts as compute.
-
-    Args:
-        wait_ms: by what the GPU stood still for; the end of backward is the d2h link's.
-        step_ms: the whole step, above 0. Waits are read when they are over, so that those of a step may be counted in the
-            next: a sum above the step is scaled down to it.
+    The rest of a step, launching and the data loader among it, counts as compute. ``wait_ms`` is by what the GPU stood still
+    for; the end of backward is the d2h link's. Waits are read when they are over, so that those of a step of ``step_ms``
+    (above 0) may be counted in the next: a sum above the step is scaled down to it.
     """
     waits = {"h2d": wait_ms["h2d"], "d2h": wait_ms["d2h"] + wait_ms["backward_end"], "host_step": wait_ms["host_step"]}
     whole = max(step_ms, sum(waits.values()))
@@ -136,7 +133,6 @@ class Telemetry:
         self._before = dataclasses.replace(engine.runtime.meter.counters)
         self._seconds = 0.0
         self._steps = 0
-        self._plan_seconds = engine.plan_seconds
         self._mark: float | None = None
         self._logged_placement: Placement | None = None
         self._last_entries: dict[str, float] = {}
@@ -192,9 +188,8 @@ class Telemetry:
                 values[f"{link}_gb_per_second"] = getattr(since, f"{link}_copied_bytes") / GB / (1e-3 * copy_ms)
         if since.step_seconds > 0:
             values["host_step_gparams_per_second"] = 1e-9 * since.stepped_parameters / since.step_seconds
-        planned, self._plan_seconds = self.engine.plan_seconds - self._plan_seconds, self.engine.plan_seconds
-        if is_planned := planned > _A_PLAN_SECONDS:
-            values["plan_seconds"] = planned
+        if is_planned := since.plan_seconds > _A_PLAN_SECONDS:
+            values["plan_seconds"] = since.plan_seconds
         if seconds > 0:
             earlier, self.shares = self.shares, bound_shares(wait_ms, 1e3 * seconds / steps)
             is_as_before = bool(earlier) and bound_by(earlier) == bound_by(self.shares)
@@ -257,10 +252,8 @@ def trace_if_asked(optimizer: Optimizer, engine: Engine) -> None:
 
 
 class StepTrace:
-    """Profiles the period that ends when the requested step is submitted, and writes it down.
-
-    The period before it is profiled too and thrown away: a profiler's first events are slow.
-    """
+    """Profiles the period that ends when the requested step is submitted, and writes it down. The period before it is profiled
+    too and thrown away: a profiler's first events are slow."""
 
     def __init__(self, optimizer: Optimizer, engine: Engine, request: TraceRequest) -> None:
         self._engine = engine

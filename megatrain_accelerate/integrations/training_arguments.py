@@ -96,13 +96,6 @@ def _refuse_unsupported(arguments: Any) -> None:
             )
 
 
-def reserved_share(arguments: Any) -> float:
-    """Of the GPU's memory, what somebody takes by turns with the training: TRL's vLLM in this process, which sleeps meanwhile.
-    One that doesn't has taken it before the first plan."""
-    sleeps = getattr(arguments, "use_vllm", False) and getattr(arguments, "vllm_enable_sleep_mode", False)
-    return float(arguments.vllm_gpu_memory_utilization) if sleeps else 0.0
-
-
 def to_dict(original: Callable[..., dict[str, Any]], arguments: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Leaves the two fields out where they aren't used."""
     result = original(arguments, *args, **kwargs)
