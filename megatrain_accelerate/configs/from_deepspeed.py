@@ -103,11 +103,13 @@ def _is(*names: str) -> Callable[[Any], bool]:
 def _where(
     test: Callable[[Any], bool], then: Remark | None, otherwise: Remark | Handler | None = None, **settings: Any
 ) -> Handler:
-    """Says one thing of a value that passes the test, and makes these settings; says the other thing of one that doesn't."""
+    """Says one thing of a value that passes the test, and makes these settings, or what these types make of it; says the other
+    thing of one that doesn't."""
 
     def handle(value: Any, conversion: Conversion) -> Remark | None:
         if test(value):
-            conversion.settings.update(settings)
+            for name, setting in settings.items():
+                conversion.settings[name] = setting(value) if isinstance(setting, type) else setting
             return then
         return otherwise(value, conversion) if callable(otherwise) else otherwise
 
@@ -170,14 +172,8 @@ def _scheduler(value: Any, conversion: Conversion) -> Remark:
     return _do(f"{what}; a bare Accelerator loop makes it itself, no accelerate.utils.DummyScheduler")
 
 
-def _processes(value: Any, conversion: Conversion) -> None:
-    if str(value).isdigit():
-        conversion.settings["num_processes"] = int(value)
-
-
-def _gpu(value: Any, conversion: Conversion) -> None:
-    if all(number.strip().isdigit() for number in str(value).split(",")):
-        conversion.settings["gpu_ids"] = str(value)
+def _is_numbers(value: Any) -> bool:
+    return all(number.strip().isdigit() for number in str(value).split(","))
 
 
 _ROWS: dict[str, Remark | Handler] = {
@@ -339,8 +335,8 @@ _ROWS: dict[str, Remark | Handler] = {
     "comet csv_monitor monitor_config tensorboard wandb": _do("trackers are the script's: report_to of the Trainer"),
     # Of Accelerate's yaml
     "use_cpu": _where(_is_true, None, use_cpu=True),
-    "gpu_ids": _gpu,
-    "num_processes": _processes,
+    "gpu_ids": _where(_is_numbers, None, gpu_ids=str),
+    "num_processes": _where(lambda value: str(value).isdigit(), None, num_processes=int),
     "num_machines": _where(
         _is("1"),
         None,
@@ -365,11 +361,8 @@ _SECTIONS = {key[: dot.start()] for key in KEYS for dot in re.finditer(r"\.", ke
 
 
 def convert(path: Path) -> Conversion:
-    """Reads a configuration of DeepSpeed's (JSON), or of Accelerate's (yaml), and the one that it names.
-
-    Raises:
-        ConfigError: the file isn't there, or is neither.
-    """
+    """Reads a configuration of DeepSpeed's (JSON), or of Accelerate's (yaml), and the one that it names. Raises
+    ``ConfigError`` where a file isn't there, or is neither."""
     conversion = Conversion()
     conversion.note(
         _do("leave it out, or the run is refused: --deepspeed, deepspeed=..., DeepSpeedPlugin, the launcher's flags"),
