@@ -31,12 +31,10 @@ def is_disabled() -> bool:
 def activate(
     settings: MegatrainConfig | Mapping[str, Any] | None = None, arguments: Mapping[str, Any] | None = None
 ) -> MegatrainConfig:
-    """Switches the plugin on for this process, with settings that replace earlier ones.
+    """Switches the plugin on for this process, with settings that replace earlier ones; with ``arguments``, those of training
+    arguments, with these on top of the settings in force.
 
-    With ``arguments``, those of training arguments, it is switched on with these on top of the settings in force.
-
-    Raises:
-        ConfigError: an unknown key or a value out of range, or the off switch is set.
+    Raises ``ConfigError`` where a key is unknown, a value is out of range, or the off switch is set.
     """
     from megatrain_accelerate.config import MegatrainConfig
     from megatrain_accelerate.errors import ConfigError
@@ -54,10 +52,8 @@ def activate(
 
 
 def is_on_for(arguments: Any) -> bool:
-    """Whether the plugin is on for a Trainer with these training arguments; with None, for code without a Trainer.
-
-    The launcher and ``enable()`` switch it on for all Trainers; arguments do so for those that they are given to.
-    """
+    """Whether the plugin is on for a Trainer with these training arguments; with None, for code without a Trainer. The
+    launcher and ``enable()`` switch it on for all Trainers; arguments do so for those that they are given to."""
     is_on = active_config() is not None
     return is_on and (arguments is None or _base_config is not None or bool(getattr(arguments, "megatrain", False)))
 
@@ -79,11 +75,8 @@ def _over_base(settings: Mapping[str, Any]) -> MegatrainConfig:
 def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The settings that a person gave: a mapping, a JSON object, or the path of a yaml or JSON file.
 
-    The file holds the keys of ``megatrain_config``, or is an accelerate config with that section. Keys and values aren't
-    checked here.
-
-    Raises:
-        ConfigError: the file is missing, or its content isn't a mapping.
+    The file holds the keys of ``megatrain_config``, or is an accelerate config with that section. Raises ``ConfigError`` where
+    it is missing, or its content isn't a mapping; keys and values aren't checked here.
     """
     from megatrain_accelerate.errors import ConfigError
 
@@ -92,8 +85,7 @@ def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
     import yaml  # type: ignore[import-untyped]
 
     is_file = not source.lstrip().startswith("{")
-    try:
-        # JSON is yaml.
+    try:  # JSON is yaml
         content = yaml.safe_load(Path(os.path.expanduser(source)).read_text(encoding="utf-8") if is_file else source)
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(

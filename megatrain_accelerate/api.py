@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain_accelerate import activation
+from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.integrations import import_hook
 from megatrain_accelerate.integrations.wrapping import ensure_ready
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from megatrain_accelerate.config import MegatrainConfig
 
 
 def enable(config: MegatrainConfig | Mapping[str, Any] | str | None = None, **settings: Any) -> MegatrainConfig:

@@ -83,10 +83,7 @@ def _require_mapping(settings: object, section: str) -> Mapping[str, Any]:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacementSettings:
     """What experts may fix of the plan (``placement``). What is left out, or None, the plan chooses as it finds fastest.
-
-    Raises:
-        ConfigError: a value has the wrong type or lies outside its range.
-    """
+    Raises ``ConfigError`` where a value has the wrong type or lies outside its range."""
 
     kept_layers: int | None = None
     """Layers whose activations stay on the GPU until backward instead of being recomputed, counted from the model's end; 0
@@ -121,11 +118,8 @@ class PlacementSettings:
 
 @dataclasses.dataclass(frozen=True)
 class MegatrainConfig:
-    """Settings of megatrain_accelerate. Every field has a default; an unknown key is an error.
-
-    Raises:
-        ConfigError: a value has the wrong type or lies outside its range.
-    """
+    """Settings of megatrain_accelerate. Every field has a default; an unknown key is an error. Raises ``ConfigError`` where a
+    value has the wrong type or lies outside its range."""
 
     step_schedule: str = "auto"
     """When the optimizer's arithmetic runs. ``deferred``: after ``step()``, a layer at a time, before the layer is
@@ -210,11 +204,9 @@ class MegatrainConfig:
         _require_whole_numbers(self, _MINIMA, "megatrain_config")
         for name in ("host_memory_gib", "gpu_memory_gib"):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
+            if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
                 raise ConfigError(f"megatrain_config.{name} must be a number of GiB, got {value!r}")
-            if not 0 < value < math.inf:
+            if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"megatrain_config.{name} must be above 0 and finite, got {value}")
         for name in ("compile_layers", "join_micro_batches"):
             if getattr(self, name) != "auto" and not isinstance(getattr(self, name), bool):

@@ -119,8 +119,8 @@ class Span:
 
     @property
     def layer_number(self) -> str:
-        found = re.search(r"\.(\d+)$", self.unit)
-        return found.group(1) if found else ""
+        last = self.unit.rpartition(".")[2]
+        return last if last.isdecimal() else ""
 
     @property
     def label(self) -> str:
@@ -317,11 +317,8 @@ def merged(spans: Sequence[Span], gap_us: float) -> list[Span]:
 
 
 def empty_figure(size: tuple[float, float], needs: str, remedy: str) -> Any:
-    """A figure of matplotlib. Not of pyplot: that would choose a backend, and keep the figure.
-
-    Raises:
-        UnsupportedError: matplotlib isn't installed; names what ``needs`` it, and the other ``remedy``.
-    """
+    """A figure of matplotlib. Not of pyplot: that would choose a backend, and keep the figure. Raises ``UnsupportedError``
+    where matplotlib isn't installed: what ``needs`` it, and the other ``remedy``."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -46,10 +46,8 @@ class JoinedBatch(NamedTuple):
 
     @classmethod
     def of(cls, micro_batches: Sequence[Any]) -> JoinedBatch:
-        """Joins mappings of names to tensors of shape (samples, ...) along dimension 0.
-
-        Raises ``CannotJoinError`` where they differ in more than the number of samples, or hold something else.
-        """
+        """Joins mappings of names to tensors of shape (samples, ...) along dimension 0. Raises ``CannotJoinError`` where they
+        differ in more than the number of samples, or hold something else."""
         first = micro_batches[0]
         for batch in micro_batches:
             if not isinstance(batch, Mapping):

@@ -47,7 +47,7 @@ def _section_of(config_dict: Mapping[str, Any]) -> YamlSection | None:
     from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
     from accelerate.utils import DistributedType
 
-    kind = str(config_dict.get("distributed_type", TYPE)).upper()
+    kind = str(config_dict.get("distributed_type", "")).upper()
     kinds = {TYPE, *(member.value for member in DistributedType)}
     if kind not in kinds and nearest(kind, kinds) == TYPE:
         raise ConfigError(f"distributed_type: {config_dict['distributed_type']} is unknown; did you mean {TYPE!r}?")
@@ -55,7 +55,7 @@ def _section_of(config_dict: Mapping[str, Any]) -> YamlSection | None:
     for key in config_dict:
         if key not in keys and nearest(str(key).lower(), keys) == SECTION:
             raise ConfigError(f"an accelerate config has no key {key!r}; did you mean {SECTION!r}?")
-    typed = str(config_dict.get("distributed_type", "")).upper() == TYPE
+    typed = kind == TYPE
     if SECTION not in config_dict:
         return YamlSection(None, typed) if typed else None
     # An empty section reads as None: `megatrain_config:` with nothing below.
@@ -65,10 +65,8 @@ def _section_of(config_dict: Mapping[str, Any]) -> YamlSection | None:
 
 
 def process_config(original: Callable[..., dict[str, Any]], config_dict: dict[str, Any]) -> dict[str, Any]:
-    """Translates a loaded accelerate config into one that stock accelerate accepts, and a :class:`YamlSection`.
-
-    Raises ``ConfigError`` where the section has an unknown key or a value out of range, or it or the type is misspelt.
-    """
+    """Translates a loaded accelerate config into one that stock accelerate accepts, and a :class:`YamlSection`. Raises
+    ``ConfigError`` where the section has an unknown key or a value out of range, or it or the type is misspelt."""
     section = _section_of(config_dict)
     if section is not None:
         config_dict = {**config_dict, SECTION: section}

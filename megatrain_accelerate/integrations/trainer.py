@@ -54,13 +54,9 @@ def move_model_to_device(original: Callable[..., Any], trainer: Any, model: nn.M
 
 def from_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Models are loaded to the host."""
-    device_map = kwargs.pop("device_map", None)
-    if device_map is not None:
-        logger.warning(
-            "megatrain: device_map=%r is ignored; the weights are loaded to host memory and megatrain decides what "
-            "goes to the GPU",
-            device_map,
-        )
+    if (device_map := kwargs.pop("device_map", None)) is not None:
+        what = "the weights are loaded to host memory and megatrain decides what goes to the GPU"
+        logger.warning("megatrain: device_map=%r is ignored; %s", device_map, what)
     return original(*args, **kwargs)
 
 
