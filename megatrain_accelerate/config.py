@@ -256,10 +256,8 @@ class MegatrainConfig:
     @classmethod
     def from_mapping(cls, *given: Mapping[str, Any] | None) -> MegatrainConfig:
         """Builds the settings from yaml sections or dicts, of which later ones count. Those of ``placement`` count one by one,
-        and may be written ``placement.slots: 3``, for command lines.
-
-        Raises ``ConfigError`` where a key is unknown (the message names the nearest one) or a value is out of range.
-        """
+        and may be written ``placement.slots: 3``, for command lines. Raises ``ConfigError`` where a key is unknown (the
+        message names the nearest one) or a value is out of range."""
         settings: dict[str, Any] = {}
         placement: dict[str, Any] = {}
         for source in given:

@@ -421,10 +421,8 @@ class Engine:
                     )
 
     def expect_accumulation(self, micro_batches: int) -> None:
-        """Prepares for this many backwards before each step: makes buffers, so that none is made within a step.
-
-        Raises ``HostMemoryError`` where the fp32 sums of the gradients don't fit and weren't counted at adoption.
-        """
+        """Prepares for this many backwards before each step: makes buffers, so that none is made within a step. Raises
+        ``HostMemoryError`` where the fp32 sums of the gradients don't fit and weren't counted at adoption."""
         self.device_plan.micro_batches = micro_batches
         if micro_batches > 1:
             self.runtime.offloader.prepare_accumulation()

@@ -228,10 +228,8 @@ def _losses(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def build(trace: dict[str, Any]) -> tuple[Timeline, list[Event]]:
-    """The timeline of the traced step, and the events for Perfetto: those of the period, streams and threads named.
-
-    ``trace`` is the profiler's, with what :mod:`~megatrain_accelerate.integrations.telemetry` notes.
-    """
+    """The timeline of the traced step, and the events for Perfetto: those of the period, streams and threads named. ``trace``
+    is the profiler's, with what :mod:`~megatrain_accelerate.integrations.telemetry` notes."""
     events, info = trace["traceEvents"], trace[NOTES]
     # The profiler's times are Unix time since this instant.
     offset = (info["clock_to_unix_ns"] - trace["baseTimeNanoseconds"]) / 1e3

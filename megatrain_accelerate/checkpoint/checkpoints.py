@@ -1,7 +1,5 @@
-"""What is written to the disk, complete or absent: the Trainer's checkpoints and fp32 masters.
-
-Checkpoints are written aside, flushed to disk, then renamed into place.
-"""
+"""What is written to the disk, complete or absent: the Trainer's checkpoints and fp32 masters are written aside, flushed to
+disk, then renamed into place."""
 
 from __future__ import annotations
 
@@ -55,10 +53,8 @@ _SPACE_REMEDY = (
 def save_checkpoint(
     original: Callable[..., Any], trainer: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Writes a checkpoint aside and renames it when it is complete, so that a kill never leaves a broken one.
-
-    Of several ranks the first makes the folder, all write to it, and it is renamed when all have.
-    """
+    """Writes a checkpoint aside and renames it when it is complete, so that a kill never leaves a broken one. Of several ranks
+    the first makes the folder, all write to it, and it is renamed when all have."""
     engine = engine_of(trainer.model)
     ranks = None if engine is None else engine.runtime.ranks
     saves = trainer.args.should_save
@@ -136,10 +132,8 @@ def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
 
 
 def _rotate(trainer: Any, run_dir: Path) -> None:
-    """Deletes old checkpoints by the Trainer's rule: the last one and the best one stay. A kill leaves each whole or gone.
-
-    Inside the original call they weren't where the Trainer looked.
-    """
+    """Deletes old checkpoints by the Trainer's rule, which didn't see them inside the original call: the last one and the best
+    one stay. A kill leaves each whole or gone."""
     limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
     if not limit or limit <= 0:
         return
@@ -171,11 +165,9 @@ def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, che
 
 
 def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only_model: bool) -> dict[str, int]:
-    """Bytes of the tensors that the Trainer will write into the next checkpoint, by what they are.
-
-    Weights are counted in the dtype that they are saved in, with PEFT's adapters only the trained ones. AdamW's state is
-    what it will be after its first step; another optimizer's is what it is now.
-    """
+    """Bytes of the tensors that the Trainer will write into the next checkpoint, by what they are: weights in the dtype that
+    they are saved in, with PEFT's adapters only the trained ones; AdamW's state as it will be after its first step, another
+    optimizer's as it is now."""
     adapters_only = bool(getattr(model, "peft_config", None))
     saved = (tensor for _, tensor in _saved_tensors(model) if tensor.requires_grad or not adapters_only)
     weights = sum(tensor.numel() * tensor.element_size() for tensor in saved)
@@ -302,11 +294,8 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def write_masters(model: nn.Module, engine: Engine, folder: Path, max_shard_gib: float) -> list[Path]:
-    """See :func:`.api.export_masters`.
-
-    Parameters are read from the store one by one. Ties are written once, under the name that comes
-    first, as ``save_pretrained`` does. A parameter larger than a shard gets a file of its own.
-    """
+    """See :func:`.api.export_masters`. Parameters are read from the store one by one. Ties are written once, under the name
+    that comes first, as ``save_pretrained`` does. A parameter larger than a shard gets a file of its own."""
     if max_shard_gib <= 0:
         raise ConfigError(f"max_shard_gib must be above 0, got {max_shard_gib}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -227,11 +227,9 @@ def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
 def prepare_optimizer(
     original: Callable[..., Any], accelerator: Any, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
 ) -> Any:
-    """Makes the optimizer step on the host store of its model, now or when the model is prepared.
-
-    One that was prepared before is left alone, unless its engine was closed or another optimizer took over since.
-    Raises ``UnsupportedError`` where it holds trained parameters of two models that stream.
-    """
+    """Makes the optimizer step on the host store of its model, now or when the model is prepared; one that was prepared before
+    only if its engine was closed or another optimizer took over since. Raises ``UnsupportedError`` where it holds trained
+    parameters of two models that stream."""
     is_prepared = getattr(optimizer, "_is_accelerate_prepared", False)
     own = optimizer.optimizer if is_prepared and isinstance(optimizer, AcceleratedOptimizer) else optimizer
     driver = driver_of(own)

@@ -1,7 +1,5 @@
-"""Runs the patches when their targets get imported: whichever library is imported first, and late too.
-
-Installed by ``import torch`` in every process, hence the standard library only, and next to free for other modules.
-"""
+"""Runs the patches when their targets get imported: whichever library is imported first, and late too. Installed by ``import
+torch`` in every process, hence the standard library only, and next to free for other modules."""
 
 from __future__ import annotations
 

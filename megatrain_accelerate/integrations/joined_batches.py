@@ -2,8 +2,8 @@
 
 The Trainer fetches all micro-batches of a step before it runs the first. Where the loss of the joined batch is the sum of
 theirs, the last one's ``training_step`` runs them all, in pieces of one micro-batch inside each layer (``micro_batch_size``),
-and the others return a loss of zero. What the Trainer and its callbacks see stays as it is: the micro-batches themselves, the
-number of substeps, the sum of the losses.
+and the others return a loss of zero. The Trainer and its callbacks still see the micro-batches themselves, the number of
+substeps and the sum of the losses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Everything of Accelerate, Transformers, PEFT and TRL that is patched: what, why, where it was tested, when it can go.
 
-Imported by ``import torch`` in every process, so it holds strings only: :mod:`.wrapping` imports a
-replacement at its first call.
+Imported by ``import torch`` in every process, so it holds strings only: :mod:`.wrapping` imports a replacement at its first
+call.
 """
 
 from __future__ import annotations

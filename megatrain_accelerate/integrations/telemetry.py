@@ -1,8 +1,8 @@
 """What the engine did: numbers under ``megatrain/`` in the Trainer's logs, and one step's trace.
 
-`megatrain trace` asks for a trace by the environment. The Trainer and bare Accelerate loops are traced
-alike, by a hook of the optimizer, which is called when a step is submitted. The step worker isn't among
-the threads that torch's profiler follows: its spans are noted here, by the host's clock.
+`megatrain trace` asks for a trace by the environment. The Trainer and bare Accelerate loops are traced alike, by a hook of the
+optimizer, which is called when a step is submitted. The step worker isn't among the threads that torch's profiler follows: its
+spans are noted here, by the host's clock.
 """
 
 from __future__ import annotations
@@ -70,11 +70,9 @@ def wait_ms_by_cause(counters: Counters) -> dict[str, float]:
 
 
 class TokenCounter:
-    """Counts the tokens of training forwards on the device, without padding and without waiting.
-
-    They are known where the model is called with a 2-D ``attention_mask``, ``input_ids`` or
-    ``inputs_embeds``, by keyword or in a mapping that is its first argument.
-    """
+    """Counts the tokens of training forwards on the device, without padding and without waiting, where the model is called
+    with a 2-D ``attention_mask``, ``input_ids`` or ``inputs_embeds``, by keyword or in a mapping that is its first
+    argument."""
 
     def __init__(self, model: nn.Module) -> None:
         self._count_so_far: torch.Tensor | int = 0

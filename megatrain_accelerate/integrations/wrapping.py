@@ -176,9 +176,7 @@ def wrap(owner: Any, name: str, replacement: Callable[..., Any], needs: Sequence
 
 def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     """As :func:`wrap`, for the method of this name that a subclass has of its own: of those that exist, and of those to come.
-
-    Where such a method calls its parent's, ``replacement`` may run within itself.
-    """
+    Where such a method calls its parent's, ``replacement`` may run within itself."""
     for cls in _subclasses(owner):
         if name in vars(cls):
             wrap(cls, name, replacement)
@@ -196,10 +194,8 @@ def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -
 
 
 def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
-    """Adds fields to a dataclass and its subclasses: by name, type and ``field()`` with a default.
-
-    Raises ``TypeError`` where it isn't a dataclass, or has a field of that name.
-    """
+    """Adds fields to a dataclass and its subclasses: by name, type and ``field()`` with a default. Raises ``TypeError`` where
+    it isn't a dataclass, or has a field of that name."""
     existing = getattr(owner, "__dataclass_fields__", None)
     if existing is None:
         raise TypeError(f"{owner.__name__} is not a dataclass")
