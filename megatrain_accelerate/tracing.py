@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 
@@ -107,8 +107,7 @@ class TraceRequest:
         return cls(Path(folder), int(step))
 
 
-@dataclasses.dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Something that a lane does, in microseconds since the period began."""
 
     start: float
@@ -128,8 +127,7 @@ class Span:
         return LOSS if self.kind == LOSS else self.layer_number
 
 
-@dataclasses.dataclass(frozen=True)
-class Timeline:
+class Timeline(NamedTuple):
     info: dict[str, Any]
     """What the training process noted: step, device, shares, waits."""
     period_us: float
@@ -248,9 +246,9 @@ def build(trace: dict[str, Any]) -> tuple[Timeline, list[Event]]:
     work = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and event.get("ph") == "X"]
     streams = _stream_names(work)
     lanes = _device_lanes(events, work, streams, annotations)
-    for thread, lane in threads.items():
-        lanes[lane] += annotations.get(thread, [])
-    lanes[WORKER] += [(event["ts"], event["ts"] + event["dur"], event["name"]) for event in worker_events]
+    for thread, spans in (annotations | _annotations(worker_events)).items():
+        if thread in threads:
+            lanes[threads[thread]] += spans
 
     found: dict[str, list[Span]] = {}
     for lane in LANES:

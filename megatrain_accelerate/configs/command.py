@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from megatrain_accelerate.configs.from_deepspeed import convert
-from megatrain_accelerate.errors import MegatrainError
 
 _FRESH_START = "megatrain"
 
@@ -31,11 +30,7 @@ def run(options: argparse.Namespace) -> int:
     if options.source is None:
         sys.stdout.write(recipes()[options.recipe].read_text(encoding="utf-8"))
         return 0
-    try:
-        conversion = convert(options.source)
-    except MegatrainError as error:
-        print(f"megatrain config: {error}", file=sys.stderr)
-        return 1
+    conversion = convert(options.source)
     sys.stdout.write(conversion.yaml(options.source.name))
     if not sys.stdout.isatty():
         print(*conversion.lines(), sep="\n", file=sys.stderr)

@@ -184,11 +184,10 @@ def _patches() -> list[Finding]:
 def kernels() -> list[Finding]:
     """Whether the compiled host kernels are there, and in which instruction set they run."""
     try:
-        found = HostKernels()
+        with contextlib.closing(HostKernels()) as found:
+            threads, chosen = found.threads, found.instruction_set
     except KernelError as error:
         return [Finding("host kernels", "broken", str(error), _REINSTALL)]
-    threads, chosen = found.threads, found.instruction_set
-    found.close()
     values: dict[str, Value] = {"instruction_set": chosen, "host_threads": threads}
     text = f"{chosen}, {threads} threads"
     if chosen == "baseline":

@@ -304,21 +304,29 @@ def require_steps_in_backward_possible(
 ) -> None:
     """Raises ``ConfigError`` where the settings want steps in backward and gradients are clipped; or, where gradients pass
     (``host_gradients: passing``), accumulated, or a backward that failed is to be tried again."""
-    in_pieces, kept = "(megatrain_config.micro_batch_size runs a large batch in pieces)", "(2 bytes a parameter more)"
-    reasons = {
-        f"host_gradients: passing consumes gradients in backward, and gradient_accumulation_steps is {accumulation}; set it "
-        f"to 1 {in_pieces}, or host_gradients to 'kept' {kept}": config.passes_gradients and accumulation > 1,
-        "host_gradients: passing consumes gradients before their global norm is known, and max_grad_norm is above 0; set "
-        f"max_grad_norm to 0, or host_gradients to 'kept' {kept}": config.passes_gradients and clips,
-        "step_schedule: backward steps a layer before the gradients' global norm is known, and max_grad_norm is above 0; set "
-        "max_grad_norm to 0, or leave step_schedule out": config.step_schedule == "backward" and clips,
-        "host_gradients: passing steps layers in backward, and auto_find_batch_size tries a backward again that ran out of "
-        f"memory, after some of its layers were stepped; leave auto_find_batch_size off {in_pieces}, or set host_gradients to "
-        f"'kept' {kept}": config.passes_gradients and tries_again,
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise ConfigError(f"megatrain_config.{reason}")
+    if config.passes_gradients and accumulation > 1:
+        raise ConfigError(
+            "megatrain_config.host_gradients: passing consumes gradients in backward, and gradient_accumulation_steps is "
+            f"{accumulation}; set it to 1 (megatrain_config.micro_batch_size runs a large batch in pieces), or "
+            "host_gradients to 'kept' (2 bytes a parameter more)"
+        )
+    if config.passes_gradients and clips:
+        raise ConfigError(
+            "megatrain_config.host_gradients: passing consumes gradients before their global norm is known, and max_grad_norm "
+            "is above 0; set max_grad_norm to 0, or host_gradients to 'kept' (2 bytes a parameter more)"
+        )
+    if config.step_schedule == "backward" and clips:
+        raise ConfigError(
+            "megatrain_config.step_schedule: backward steps a layer before the gradients' global norm is known, and "
+            "max_grad_norm is above 0; set max_grad_norm to 0, or leave step_schedule out"
+        )
+    if config.passes_gradients and tries_again:
+        raise ConfigError(
+            "megatrain_config.host_gradients: passing steps layers in backward, and auto_find_batch_size tries a backward "
+            "again that ran out of memory, after some of its layers were stepped; leave auto_find_batch_size off "
+            "(megatrain_config.micro_batch_size runs a large batch in pieces), or set host_gradients to 'kept' (2 bytes a "
+            "parameter more)"
+        )
 
 
 def begin_training(engine: Engine, *, steps_in_backward: bool) -> None:

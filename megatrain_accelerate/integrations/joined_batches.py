@@ -126,13 +126,7 @@ class Joiner:
         self._micro_batches, self._next, self._joined = micro_batches, 0, None
 
     def training_step(
-        self,
-        original: Callable[..., torch.Tensor],
-        trainer: Any,
-        engine: Engine,
-        model: nn.Module,
-        inputs: Any,
-        num_items: Any,
+        self, original: Callable[..., Any], trainer: Any, engine: Engine, model: nn.Module, inputs: Any, num_items: Any
     ) -> torch.Tensor:
         """``Trainer.training_step`` on the next micro-batch: nothing for all but the last if they are joined."""
         place, count = self._next, len(self._micro_batches)
@@ -214,11 +208,8 @@ class Joiner:
                         f"{apart.time.seconds:.3f} s without"
                     )
         if not self.has_joined:
-            logger.info(
-                "megatrain: the %d micro-batches of a step run as one batch, %d samples at a time in each layer",
-                len(self._micro_batches),
-                joined.samples,
-            )
+            text = "megatrain: the %d micro-batches of a step run as one batch, %d samples at a time in each layer"
+            logger.info(text, len(self._micro_batches), joined.samples)
         self._weighed_elements = elements
         self._note_decision(None)
 

@@ -79,7 +79,15 @@ def apply(patch: Patch, module: ModuleType) -> None:
         _apply(patch, module)
         _failures.pop(patch.target, None)
     except Exception as error:
-        _failures[patch.target] = _patch_error(patch, error)
+        from megatrain_accelerate.errors import PatchError
+
+        package, tested = patch.package, TESTED_VERSIONS[patch.package]
+        failure = _failures[patch.target] = PatchError(
+            f"megatrain_accelerate can't patch {patch.target}: {type(error).__name__}: {error}. Installed: {package} "
+            f"{installed_version(package) or 'of unknown version'}; tested with: {package} {tested}. Install a tested version "
+            f"(pip install '{package}=={tested.split()[-1]}') or a newer megatrain-accelerate"
+        )
+        failure.__cause__ = error
 
 
 def _apply(patch: Patch, module: ModuleType) -> None:
@@ -110,19 +118,6 @@ def _apply(patch: Patch, module: ModuleType) -> None:
         if name in _EACH_TUNERS_OWN and _EACH_TUNERS_OWN.isdisjoint(vars(owner)):
             return
     wrap(owner, name, replacement, names, always=home in _CALLED_ALWAYS)
-
-
-def _patch_error(patch: Patch, cause: Exception) -> Exception:
-    from megatrain_accelerate.errors import PatchError
-
-    tested = TESTED_VERSIONS[patch.package]
-    error = PatchError(
-        f"megatrain_accelerate can't patch {patch.target}: {type(cause).__name__}: {cause}. Installed: {patch.package} "
-        f"{installed_version(patch.package) or 'of unknown version'}; tested with: {patch.package} {tested}. Install a tested "
-        f"version (pip install '{patch.package}=={tested.split()[-1]}') or a newer megatrain-accelerate"
-    )
-    error.__cause__ = cause
-    return error
 
 
 def installed_version(package: str) -> str | None:
