@@ -29,7 +29,7 @@ def is_disabled() -> bool:
 
 
 def activate(
-    settings: MegatrainConfig | Mapping[str, Any] | None = None, arguments: Mapping[str, Any] | None = None
+    settings: MegatrainConfig | Mapping[str, Any] | str | None = None, arguments: Mapping[str, Any] | None = None
 ) -> MegatrainConfig:
     """Switches the plugin on for this process, with settings that replace earlier ones; with ``arguments``, those of training
     arguments, with these on top of the settings in force.
@@ -46,8 +46,9 @@ def activate(
         active_config()  # The launcher's settings may not have been read yet.
         _active_config = _over_base(arguments)
     else:
-        config = settings if isinstance(settings, MegatrainConfig) else MegatrainConfig.from_mapping(settings)
-        _active_config = _base_config = config
+        if not isinstance(settings, MegatrainConfig):
+            settings = MegatrainConfig.from_mapping(read_settings(settings) if isinstance(settings, str) else settings)
+        _active_config = _base_config = settings
     return _active_config
 
 

@@ -34,16 +34,12 @@ def enable(config: MegatrainConfig | Mapping[str, Any] | str | None = None, **se
     """
     if config is not None and settings:
         raise ConfigError(f"enable() takes a config or single settings, not both; got {config!r} and {settings!r}")
-    if settings:
-        config = settings
-    elif isinstance(config, str):
-        config = activation.read_settings(config)
     failure = getattr(sys.modules.get("_megatrain_autoload"), "failure", None)
     if failure is not None:
         raise failure
     import_hook.install()
     ensure_ready()
-    return activation.activate(config)
+    return activation.activate(settings or config)
 
 
 def disable() -> None:

@@ -16,11 +16,7 @@ from megatrain_accelerate.units import GIB
 
 _MINIMA = dict.fromkeys(("host_threads", "micro_batch_size", "expert_parts"), 1) | {"token_tile": 0}
 """Of whole numbers; None and ``auto`` are allowed where they are the default."""
-_PLACEMENT_MINIMA = {
-    **dict.fromkeys(("kept_layers", "offloaded_layers", "kept_attention"), 0),
-    "device_layers": -1,
-    "slots": 2,
-}
+_PLACEMENT_MINIMA = dict.fromkeys(("kept_layers", "offloaded_layers", "kept_attention"), 0) | {"device_layers": -1, "slots": 2}
 _GONE = {
     "keep_layers": "set placement.kept_layers",
     "offload_layers": "set placement.offloaded_layers",

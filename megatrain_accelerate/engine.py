@@ -23,13 +23,7 @@ from megatrain_accelerate.layers.attention_results import require_attention_to_k
 from megatrain_accelerate.layers.caches import caching_modules, decide_against_a_cache
 from megatrain_accelerate.layers.expert_function import run_experts
 from megatrain_accelerate.layers.layer import StreamedExperts, StreamedLayer
-from megatrain_accelerate.layers.proxy import (
-    install_proxy,
-    is_proxy,
-    leave_checkpointing_off,
-    modules_that_checkpoint,
-    remove_proxy,
-)
+from megatrain_accelerate.layers.proxy import install_proxy, leave_checkpointing_off, modules_that_checkpoint, remove_proxy
 from megatrain_accelerate.layers.resident import ResidentGroup
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.token_tiles import TokenTiles
@@ -281,8 +275,7 @@ class Engine:
         if self._tiled_head is not None:
             self._tiled_head.remove()
         for layer in streamed:
-            if is_proxy(layer.module):
-                remove_proxy(layer.module, layer.forward)
+            remove_proxy(layer.module, layer.forward)
 
     def matches(self, model: nn.Module) -> bool:
         """Whether the model still has the parameters, of the same shapes and with the same ones frozen, that were adopted."""
@@ -334,15 +327,13 @@ class Engine:
         for module in caching_modules(model, [layer.module for layer in self.runtime.layers]):
             hook = ModelHook(decide_against_a_cache, with_arguments=True, runs_dry=True)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        before_forward = ModelHook(self._before_forward, with_arguments=True)
-        self._handles.append(model.register_forward_pre_hook(before_forward, with_kwargs=True))
         # With arguments, since a hook without any is called when the model is copied.
         after_forward = ModelHook(self._after_forward, with_arguments=True)
-        self._handles.append(model.register_forward_hook(after_forward, always_call=True))
         for inner in model.modules():
-            if inner is not model and hasattr(type(inner), "prepare_inputs_for_generation"):
-                # The generation of a PeftModel calls the model inside of it.
-                hook = ModelHook(self._before_forward_inside, with_arguments=True)
+            # The generation of a PeftModel calls the model inside of it.
+            if inner is model or hasattr(type(inner), "prepare_inputs_for_generation"):
+                before = self._before_forward if inner is model else self._before_forward_inside
+                hook = ModelHook(before, with_arguments=True)
                 self._handles.append(inner.register_forward_pre_hook(hook, with_kwargs=True))
                 self._handles.append(inner.register_forward_hook(after_forward, always_call=True))
         users = (user for spec in discovery.residents for user in spec.users)

@@ -26,6 +26,7 @@ from megatrain_accelerate.checkpoint.disk import REPLACED, flush_file, flush_fol
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.optim.moment_states import saved_bytes, views_of
+from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.progress import progress_bar
 from megatrain_accelerate.units import GIB
 
@@ -156,12 +157,8 @@ def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, che
         original(trainer, checkpoint)
         return
     # torch.load's own setting (load.mmap) came with torch 2.6.
-    load = torch.load
-    torch.load = functools.partial(load, mmap=True)
-    try:
+    with replaced(torch, "load", functools.partial(torch.load, mmap=True)):
         original(trainer, checkpoint)
-    finally:
-        torch.load = load
 
 
 def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only_model: bool) -> dict[str, int]:

@@ -291,16 +291,13 @@ def disk(folder: Path) -> list[Finding]:
 def measure_link(device: torch.device) -> tuple[float, float, float]:
     """Bytes a second from registered host memory to the GPU, from it, and the sum of both at once on two streams. Raises
     ``HostMemoryError`` where the driver refuses to register memory."""
-    memory = HostMemory(_COPY_BYTES, register=True)
-    try:
+    with contextlib.closing(HostMemory(_COPY_BYTES, register=True)) as memory:
         host = memory.tensor(0, (_COPY_BYTES,), torch.uint8).zero_()
         memory.register()
         there = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
         h2d = seconds_of(device, lambda: there.copy_(host, non_blocking=True), min)
         d2h = seconds_of(device, lambda: host.copy_(there, non_blocking=True), min)
         both = seconds_of_both(there, host)
-    finally:
-        memory.close()
     return _COPY_BYTES / h2d, _COPY_BYTES / d2h, sum(_COPY_BYTES / seconds for seconds in both)
 
 

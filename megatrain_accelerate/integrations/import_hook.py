@@ -4,7 +4,6 @@ torch`` in every process, hence the standard library only, and next to free for 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -18,9 +17,7 @@ _targets = frozenset(patch.module for patch in PATCHES)
 class PatchFinder:
     """First on ``sys.meta_path``: lets the other finders find a target and patches it right after its execution."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """The target's own spec with a loader that patches; None for any other module."""
         if fullname not in _targets:
             return None
