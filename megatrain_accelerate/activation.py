@@ -32,10 +32,7 @@ def activate(
     settings: MegatrainConfig | Mapping[str, Any] | str | None = None, arguments: Mapping[str, Any] | None = None
 ) -> MegatrainConfig:
     """Switches the plugin on for this process, with settings that replace earlier ones; with ``arguments``, those of training
-    arguments, with these on top of the settings in force.
-
-    Raises ``ConfigError`` where a key is unknown, a value is out of range, or the off switch is set.
-    """
+    arguments, on top of the settings in force. Raises ``ConfigError`` where they are wrong, or the off switch is set."""
     from megatrain_accelerate.config import MegatrainConfig
     from megatrain_accelerate.errors import ConfigError
 

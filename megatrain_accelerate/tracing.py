@@ -117,14 +117,10 @@ class Span(NamedTuple):
     """The layer or resident that it is about; empty if none."""
 
     @property
-    def layer_number(self) -> str:
-        last = self.unit.rpartition(".")[2]
-        return last if last.isdecimal() else ""
-
-    @property
     def label(self) -> str:
-        """What is written into the span where there is room."""
-        return LOSS if self.kind == LOSS else self.layer_number
+        """What is written into the span where there is room: a layer's number."""
+        last = self.unit.rpartition(".")[2]
+        return LOSS if self.kind == LOSS else (last if last.isdecimal() else "")
 
 
 class Timeline(NamedTuple):

@@ -31,12 +31,9 @@ def existing_part(path: Path) -> Path:
 
 
 def require_free_bytes(folder: Path, parts: dict[str, int], what: str, remedy: str) -> None:
-    """Raises ``DiskError``, with the numbers, for what the file system has no room for. One that doesn't tell its size isn't
-    checked.
-
-    ``folder``, where it will lie, needn't exist yet; ``parts`` are its bytes, by what they hold; ``what`` and ``remedy`` are
-    subject and last sentence of the message.
-    """
+    """Raises ``DiskError``, with the numbers, where the file system of a ``folder``, which needn't exist yet, has no room for
+    ``parts``, bytes by what they hold. ``what`` and ``remedy`` are subject and last sentence of the message. A file system
+    that doesn't tell its size isn't checked."""
     needed, usage = sum(parts.values()), shutil.disk_usage(existing_part(folder))
     if usage.total == 0 or needed <= usage.free:
         return

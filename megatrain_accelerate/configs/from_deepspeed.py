@@ -172,10 +172,6 @@ def _scheduler(value: Any, conversion: Conversion) -> Remark:
     return _do(f"{what}; a bare Accelerator loop makes it itself, no accelerate.utils.DummyScheduler")
 
 
-def _is_numbers(value: Any) -> bool:
-    return all(number.strip().isdigit() for number in str(value).split(","))
-
-
 _ROWS: dict[str, Remark | Handler] = {
     # Batch and steps
     "train_batch_size": _where(
@@ -335,7 +331,7 @@ _ROWS: dict[str, Remark | Handler] = {
     "comet csv_monitor monitor_config tensorboard wandb": _do("trackers are the script's: report_to of the Trainer"),
     # Of Accelerate's yaml
     "use_cpu": _where(_is_true, None, use_cpu=True),
-    "gpu_ids": _where(_is_numbers, None, gpu_ids=str),
+    "gpu_ids": _where(lambda value: all(number.strip().isdigit() for number in str(value).split(",")), None, gpu_ids=str),
     "num_processes": _where(lambda value: str(value).isdigit(), None, num_processes=int),
     "num_machines": _where(
         _is("1"),

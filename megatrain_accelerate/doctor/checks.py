@@ -117,8 +117,7 @@ def versions() -> list[Finding]:
     """What is installed, and whether the patches were tested with it."""
     installed: dict[str, Value] = {"megatrain_accelerate": __version__, "python": platform.python_version()}
     installed |= {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": _driver_version()}
-    for package in TESTED_VERSIONS:
-        installed[package] = installed_version(package)
+    installed |= {package: installed_version(package) for package in TESTED_VERSIONS}
     text = ", ".join(f"{name} {version}" for name, version in installed.items() if version is not None)
     findings = [Finding("versions", "ok", text, values=installed)]
     for package, tested in TESTED_VERSIONS.items():
@@ -164,21 +163,17 @@ def hooks() -> list[Finding]:
     elif failure is not None or not import_hook.is_installed():
         text = f"the plugin can't be loaded with torch ({type(failure).__name__}: {failure})"
     else:
-        return _patches()
+        packages = sorted({patch.package for patch in PATCHES if importlib.util.find_spec(patch.package) is not None})
+        patched = [patch for patch in PATCHES if patch.package in packages]
+        for module in dict.fromkeys(patch.module for patch in patched):
+            importlib.import_module(module)
+        try:
+            ensure_ready()
+            text = f"installed; all {len(patched)} patches of {', '.join(packages)} fit"
+            return [Finding("hooks", "ok", text, values={"hooks": True, "patches": len(patched)})]
+        except PatchError as error:
+            text, remedy = str(error), "install a tested version, see above"
     return [Finding("hooks", "broken", text, remedy, {"hooks": False})]
-
-
-def _patches() -> list[Finding]:
-    packages = sorted({patch.package for patch in PATCHES if importlib.util.find_spec(patch.package) is not None})
-    patched = [patch for patch in PATCHES if patch.package in packages]
-    for module in dict.fromkeys(patch.module for patch in patched):
-        importlib.import_module(module)
-    try:
-        ensure_ready()
-    except PatchError as error:
-        return [Finding("hooks", "broken", str(error), "install a tested version, see above", {"hooks": False})]
-    text = f"installed; all {len(patched)} patches of {', '.join(packages)} fit"
-    return [Finding("hooks", "ok", text, values={"hooks": True, "patches": len(patched)})]
 
 
 def kernels() -> list[Finding]:

@@ -42,11 +42,8 @@ def _engines(accelerator: Any) -> list[Engine]:
 
 
 def require_servable(accelerator: Any) -> None:
-    """Checks that this Accelerator can be served: when it is made, and when it prepares, since ``enable()`` may come later.
-
-    Raises ``ConfigError`` where there is no GPU and the CPU wasn't asked for, and ``UnsupportedError`` for fp16, fp8, or
-    whole-model compilation.
-    """
+    """Raises ``ConfigError`` where there is no GPU and the CPU wasn't asked for, ``UnsupportedError`` for fp16, fp8, or
+    whole-model compilation: when an Accelerator is made, and when it prepares, since ``enable()`` may come later."""
     if accelerator.device.type not in ("cuda", "cpu"):
         raise UnsupportedError(
             f"megatrain streams to CUDA devices; this run's device is {accelerator.device}. Run it on a machine with an "
@@ -83,11 +80,8 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
 
 
 def _is_beside(accelerator: Any, model: nn.Module, config: MegatrainConfig) -> bool:
-    """Whether a module (a head, a critic, a loss) is to be placed as usual, beside one that streams.
-
-    It has no repeated layers, or all of it is smaller than one layer of a model that is prepared with it or was before. A part
-    of a model that streams isn't beside it.
-    """
+    """Whether a module (a head, a critic, a loss) is to be placed as usual, beside one that streams: it isn't a part of that,
+    and has no repeated layers, or is smaller than one layer of a model that is prepared with it or was before."""
     engines = _engines(accelerator)
     if any(engine.runtime.state_of(parameter) is not None for engine in engines for parameter in model.parameters()):
         return False
@@ -111,10 +105,9 @@ def prepare_model(
 ) -> nn.Module:
     """Attaches the engine, then lets Accelerate do its bookkeeping and autocast, without placement and wrapping.
 
-    A small module beside a model that streams is Accelerate's alone. Raises what :func:`require_servable` does,
-    ``UnsupportedError`` where the model can't stream or an optimizer that steps another one holds trained parameters of it,
-    ``HostMemoryError`` where it doesn't fit, ``ConfigError`` where the settings and the accumulation of gradients exclude each
-    other.
+    A small module beside a model that streams is Accelerate's alone. Raises as :func:`require_servable` does, and where the
+    model can't stream or doesn't fit, an optimizer that steps another one holds trained parameters of it, or the settings
+    exclude the accumulation of gradients.
     """
     require_servable(accelerator)
     config = config_for(arguments_of(accelerator))
@@ -332,9 +325,9 @@ def require_steps_in_backward_possible(
 def begin_training(engine: Engine, *, steps_in_backward: bool) -> None:
     """Chooses the schedule of the steps where the settings leave the choice, and forgets a training that broke off.
 
-    ``steps_in_backward``, layers may be stepped in backward: not where gradients are clipped (their norm is known after
-    backward only), nor where a step that fails is tried again with a smaller batch (what was stepped already couldn't be taken
-    back), nor where code of the user's runs between backward and step.
+    Without ``steps_in_backward`` layers aren't stepped there: where gradients are clipped (their norm is known after backward
+    only), a step that fails is tried again with a smaller batch (what was stepped couldn't be taken back), or code of the
+    user's runs between backward and step.
     """
     engine.runtime.drain()
     for driver in engine.optimizer_drivers:

@@ -95,11 +95,8 @@ def _model_inputs(trainer: Any, batch: Any, num_items: Any) -> dict[str, Any]:
 
 
 class Joiner:
-    """Joins the micro-batches of one training's steps, until a reason turns up not to; from then on they run one by one.
-
-    Once and for all, since the plan is made for one of the two ways, and dropout draws other numbers in each: a training that
-    is resumed goes on as it was.
-    """
+    """Joins the micro-batches of one training's steps, until a reason turns up not to; from then on they run one by one, in a
+    training that is resumed too: the plan is made for one of the two ways, and dropout draws other numbers in each."""
 
     def __init__(self, training: Any, is_asked_for: bool) -> None:
         self.training = training

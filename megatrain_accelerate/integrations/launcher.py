@@ -19,7 +19,6 @@ from megatrain_accelerate.integrations.wrapping import ensure_ready
 
 TYPE = "MEGATRAIN"
 SECTION = "megatrain_config"
-_TYPES_BESIDE_A_SECTION = ("NO", "MULTI_GPU", "MULTI_CPU")
 
 _CONFIG_HELP = (
     "Settings of megatrain_accelerate: a JSON object or a yaml file, in place of keys of the section megatrain_config."
@@ -162,7 +161,7 @@ def _refuse_unsupported(arguments: Any, written: Any, file: str | None) -> None:
             raise ConfigError(f"--{name} and megatrain both decide where the model lives; remove one of the two")
     # Of an unquoted NO yaml makes false.
     kind = getattr(getattr(written, "distributed_type", None), "value", "NO")
-    if kind not in _TYPES_BESIDE_A_SECTION:
+    if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         raise ConfigError(
             f"megatrain was asked for, but {file} has distributed_type: {kind}, and both decide where the model lives. "
             f"Set distributed_type: {TYPE} there, or give another file with --config"

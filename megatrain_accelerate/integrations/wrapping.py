@@ -136,11 +136,9 @@ def load_replacement(module: str, name: str) -> Any:
 
 
 def wrap(owner: Any, name: str, replacement: Callable[..., Any], needs: Sequence[str] = (), *, always: bool = False) -> None:
-    """Replaces a method, or a property's getter, by ``replacement(original, *args, **kwargs)`` wherever the plugin is on.
-
-    ``original`` is the plain function, which stays reachable as ``__wrapped__``. ``always``: with the plugin off, too. Raises
-    ``TypeError`` where it is missing, isn't a function, or lacks a parameter of ``needs``.
-    """
+    """Replaces a method, or a property's getter, by ``replacement(original, *args, **kwargs)`` where the plugin is on or
+    ``always``. ``original``, the plain function, stays reachable as ``__wrapped__``. Raises ``TypeError`` where it is missing,
+    isn't a function, or lacks a parameter of ``needs``."""
     try:
         stored = inspect.getattr_static(owner, name)
     except AttributeError:
