@@ -21,7 +21,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.integrations.trainer import has_users_callback, record_choice, recorded_choice
+from megatrain_accelerate.integrations.trainer import choices_of, has_users_callback
 from megatrain_accelerate.plan.step_outline import what_sees_a_batch
 
 logger = logging.getLogger(__name__)
@@ -104,11 +104,10 @@ class Joiner:
         self._is_asked_for = is_asked_for
         """Join wherever it is exact; else where the plan predicts that it pays."""
         self._weighed_elements = 0
-        self._decision: dict[str, Any] = {"is_asked_for": is_asked_for, "joined_elements": 0, "apart_because": None}
-        """As checkpoints hold it."""
-        before = recorded_choice(training, "joining") or {}
-        if before.get("is_asked_for") == is_asked_for:
-            self._decision |= before
+        before = choices_of(training).get("joining") or {}
+        fresh = {"is_asked_for": is_asked_for, "joined_elements": 0, "apart_because": None}
+        self._decision: dict[str, Any] = fresh | (before if before.get("is_asked_for") == is_asked_for else {})
+        choices_of(training)["joining"] = self._decision
         if (reason := self._decision["apart_because"]) is not None:
             self._refuse(reason)
         self._micro_batches: list[Any] = []
@@ -166,12 +165,7 @@ class Joiner:
     def _refuse(self, reason: str) -> None:
         level = logging.WARNING if self._is_asked_for else logging.INFO
         logger.log(level, "megatrain: the micro-batches of a step run one by one, because %s", reason)
-        self._note_decision(reason)
-
-    def _note_decision(self, apart_because: str | None) -> None:
-        agreed = max(self._decision["joined_elements"], self._weighed_elements)
-        self._decision |= {"joined_elements": agreed, "apart_because": apart_because}
-        record_choice(self.training, "joining", self._decision)
+        self._decision["apart_because"] = reason
 
     def _weigh(self, trainer: Any, engine: Engine, model: nn.Module, joined: JoinedBatch, num_items: Any) -> None:
         """Raises ``CannotJoinError`` for a batch larger than all before that can't be cut, or that the plan is against."""
@@ -208,7 +202,7 @@ class Joiner:
             text = "megatrain: the %d micro-batches of a step run as one batch, %d samples at a time in each layer"
             logger.info(text, len(self._micro_batches), joined.samples)
         self._weighed_elements = elements
-        self._note_decision(None)
+        self._decision["joined_elements"] = max(elements, self._decision["joined_elements"])
 
 
 def _joiner_of(trainer: Any, engine: Engine | None) -> Joiner | None:

@@ -129,16 +129,11 @@ def label_smoothed_loss(
     return loss / (count.to(loss.device) if torch.is_tensor(count) else count)
 
 
-def recorded_choice(state: TrainerState, name: str) -> Any:
-    """Returns the choice that was recorded under ``name``, or None."""
-    return state.stateful_callbacks.get(STATE_KEY, {"attributes": {}})["attributes"].get(name)
-
-
-def record_choice(state: TrainerState, name: str, choice: Any) -> None:
-    """Records a choice beside those already there; ``choice`` must be JSON-serializable."""
+def choices_of(state: TrainerState) -> dict[str, Any]:
+    """What was chosen for a training, by name. Checkpoints hold it, as JSON."""
     # The layout of transformers' ExportableState.
-    record = state.stateful_callbacks.setdefault(STATE_KEY, {"args": {}, "attributes": {}})
-    record["attributes"][name] = choice
+    choices: dict[str, Any] = state.stateful_callbacks.setdefault(STATE_KEY, {"args": {}, "attributes": {}})["attributes"]
+    return choices
 
 
 def _is_a_users(owner: Any, name: str, packages: tuple[str, ...]) -> bool:
@@ -175,8 +170,7 @@ class MegatrainCallback(TrainerCallback):
                     "wait for it; leave it off (megatrain_config.micro_batch_size runs a large batch in pieces)"
                 )
             engine.expect_accumulation(args.gradient_accumulation_steps)
-            recorded = (recorded_choice(state, choice) for choice in ("compiles", "plan"))
-            engine.device_plan.expect_steps(state.max_steps, *recorded)
+            engine.device_plan.expect_steps(state.max_steps, *map(choices_of(state).get, ("compiles", "plan")))
             require_saving_possible(args, kwargs["model"], kwargs.get("optimizer"), engine)
             trainer = self._trainer()
             # Whether code of the user's, which may see gradients or weights, runs just before the step.
@@ -191,8 +185,7 @@ class MegatrainCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (engine := engine_of(kwargs["model"])) is not None:
-            record_choice(state, "compiles", engine.device_plan.expected[1])
-            record_choice(state, "plan", engine.device_plan.record)
+            choices_of(state).update(compiles=engine.device_plan.expected[1], plan=engine.device_plan.record)
         if self._telemetry is not None:
             self._telemetry.step_ends()
 
