@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +40,7 @@ def activate(
         raise ConfigError(f"megatrain_accelerate was asked for but {ENV_DISABLE} is set; unset it to train with the plugin")
     if arguments is not None:
         active_config()  # The launcher's settings may not have been read yet.
-        _active_config = _over_base(arguments)
+        _active_config = MegatrainConfig.from_mapping(_base_config, arguments)
     else:
         if not isinstance(settings, MegatrainConfig):
             settings = MegatrainConfig.from_mapping(read_settings(settings) if isinstance(settings, str) else settings)
@@ -58,16 +57,13 @@ def is_on_for(arguments: Any) -> bool:
 
 def config_for(arguments: Any) -> MegatrainConfig:
     """The settings of a Trainer for which the plugin is on; with None, those of code without a Trainer."""
-    config = active_config()
-    assert config is not None, "called without an active plugin"
-    return config if arguments is None else _over_base(read_settings(getattr(arguments, "megatrain_config", None)))
-
-
-def _over_base(settings: Mapping[str, Any]) -> MegatrainConfig:
     from megatrain_accelerate.config import MegatrainConfig
 
-    base = dataclasses.asdict(_base_config) if _base_config is not None else {}
-    return MegatrainConfig.from_mapping(base, settings)
+    config = active_config()
+    assert config is not None, "called without an active plugin"
+    if arguments is None:
+        return config
+    return MegatrainConfig.from_mapping(_base_config, read_settings(getattr(arguments, "megatrain_config", None)))
 
 
 def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -250,14 +250,15 @@ class MegatrainConfig:
         return None if self.gpu_memory_gib is None else int(self.gpu_memory_gib * GIB)
 
     @classmethod
-    def from_mapping(cls, *given: Mapping[str, Any] | None) -> MegatrainConfig:
+    def from_mapping(cls, *given: Mapping[str, Any] | MegatrainConfig | None) -> MegatrainConfig:
         """Builds the settings from yaml sections or dicts, of which later ones count. Those of ``placement`` count one by one,
         and may be written ``placement.slots: 3``, for command lines. Raises ``ConfigError`` where a key is unknown (the
         message names the nearest one) or a value is out of range."""
         settings: dict[str, Any] = {}
         placement: dict[str, Any] = {}
         for source in given:
-            for key, value in _require_mapping(source, "megatrain_config").items():
+            made = vars(source) if isinstance(source, cls) else source
+            for key, value in _require_mapping(made, "megatrain_config").items():
                 if key in _GONE:
                     raise ConfigError(f"megatrain_config.{key} is gone: {_GONE[key]}")
                 if key == "placement":

@@ -1,6 +1,6 @@
 """Everything of Accelerate, Transformers, PEFT and TRL that is patched: what, why, where it was tested, when it can go.
 
-Imported by ``import torch`` in every process, so it holds strings only: :mod:`.wrapping` imports a replacement at its first
+Every process that imports torch imports it, so it holds strings only: :mod:`.wrapping` imports a replacement at its first
 call.
 """
 
