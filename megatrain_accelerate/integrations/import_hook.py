@@ -40,14 +40,9 @@ class PatchFinder:
 class _WatchedSpec(ModuleSpec):
     """Class given to the spec of a module that is being imported: importlib marks the end of the import on it."""
 
-    @property
-    def _initializing(self) -> bool:
-        return bool(self.__dict__["_initializing"])
-
-    @_initializing.setter
-    def _initializing(self, value: bool) -> None:
-        self.__dict__["_initializing"] = value
-        if not value:
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_initializing" and not value:
             self.__class__ = ModuleSpec  # type: ignore[assignment]
             if self.name in sys.modules:  # not after an import that failed
                 _apply_patches(sys.modules[self.name])

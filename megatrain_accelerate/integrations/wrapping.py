@@ -176,10 +176,8 @@ def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -
     inherited = vars(owner).get("__init_subclass__")
 
     def init_subclass(cls: type, **kwargs: Any) -> None:
-        if inherited is None:
-            super(owner, cls).__init_subclass__(**kwargs)
-        else:
-            inherited.__func__(cls, **kwargs)
+        parents = super(owner, cls).__init_subclass__ if inherited is None else inherited.__get__(None, cls)
+        parents(**kwargs)
         if name in vars(cls):
             wrap(cls, name, replacement)
 
