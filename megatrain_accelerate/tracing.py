@@ -1,8 +1,8 @@
 """A traced step: how `megatrain trace` asks for it, its lanes of named spans, table and picture.
 
-The lanes are made of the profiler's trace and of what the process noted. The step is drawn as one period: from one
-``optimizer.step()`` to the next. In it lie the work that the first of the two left to the host (it runs under the forward that
-follows), one forward, one backward, and clipping.
+The lanes are made of the profiler's trace and of what the process noted, over one period: from one ``optimizer.step()`` to the
+next. In it lie the host's work that the first of the two left (under the forward that follows), one forward, one backward, and
+clipping.
 """
 
 from __future__ import annotations

@@ -138,12 +138,10 @@ def _rotate(trainer: Any, run_dir: Path) -> None:
     limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
     if not limit or limit <= 0:
         return
-    try:
-        from transformers.trainer_utils import sort_checkpoints
-    except ImportError:  # older ones, 5.0 among them
-        checkpoints = trainer._sorted_checkpoints(use_mtime=True, output_dir=str(run_dir))
-    else:
-        checkpoints = sort_checkpoints(str(run_dir), use_mtime=True)
+    from transformers import trainer_utils
+
+    find = getattr(trainer, "_sorted_checkpoints", None) or trainer_utils.sort_checkpoints  # of newer ones
+    checkpoints = find(output_dir=str(run_dir), use_mtime=True)
     stay = {checkpoints[-1], *([str(Path(best))] if best else [])}
     surplus = max(0, len(checkpoints) - max(limit, len(stay)))
     with checkpoint_staging(run_dir) as staging:

@@ -8,13 +8,11 @@ from pathlib import Path
 
 from megatrain_accelerate.configs.from_deepspeed import convert
 
-_FRESH_START = "megatrain"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     either = parser.add_mutually_exclusive_group()
     either.add_argument(
-        "recipe", nargs="?", default=_FRESH_START, choices=sorted(recipes()), metavar="RECIPE", help="default %(default)s"
+        "recipe", nargs="?", default="megatrain", choices=sorted(recipes()), metavar="RECIPE", help="default %(default)s"
     )
     either.add_argument(
         "--from",

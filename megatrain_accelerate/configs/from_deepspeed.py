@@ -1,7 +1,7 @@
 """What a configuration of DeepSpeed's, or of Accelerate's for it, is here: ``megatrain config --from``.
 
-Little of it has to be carried over, since weights and states lie on the host in any case and a plan chooses the rest. So for
-each key that is given, the user reads why nothing is needed, or what does the same.
+Weights and states lie on the host in any case, and a plan chooses the rest, so little has to be carried over: the user reads,
+for each key that is given, why nothing is needed, or what does the same.
 """
 
 from __future__ import annotations

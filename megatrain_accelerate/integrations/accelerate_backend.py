@@ -31,7 +31,7 @@ from megatrain_accelerate.store.parameter import ParameterState
 
 logger = logging.getLogger(__name__)
 
-# Attributes of an Accelerator.
+# Attributes of an Accelerator: optimizers, by their ids, that are adopted as soon as their model is prepared, and modules.
 _WAITING = "_megatrain_waiting_optimizers"
 _TOGETHER = "_megatrain_prepared_together"
 
@@ -87,13 +87,11 @@ def _is_beside(accelerator: Any, model: nn.Module, config: MegatrainConfig) -> b
         return False
     others = [other for other in accelerator.__dict__.get(_TOGETHER, []) if other is not model]
     sizes = [layer.parameter_count for engine in engines for layer in engine.runtime.layers]
-    sizes += [_size(layer) for other in others for _, layer in find_layers(other, config.layer_classes)]
+    sizes += [
+        sum(map(torch.numel, layer.parameters())) for other in others for _, layer in find_layers(other, config.layer_classes)
+    ]
     has_layers = bool(find_layers(model, config.layer_classes) or find_layers(model))
-    return bool(sizes) and (not has_layers or _size(model) < max(sizes))
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return bool(sizes) and (not has_layers or sum(map(torch.numel, model.parameters())) < max(sizes))
 
 
 def prepare_model(
@@ -175,7 +173,7 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
         engine.expect_accumulation(accumulation)
     for optimizer in left_behind:
         if _holds_any_of(optimizer, engine):
-            _waiting(accelerator)[id(optimizer)] = optimizer
+            accelerator.__dict__.setdefault(_WAITING, {})[id(optimizer)] = optimizer
 
 
 def _moment_bytes(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> int:
@@ -227,24 +225,19 @@ def prepare_optimizer(
     own = optimizer.optimizer if is_prepared and isinstance(optimizer, AcceleratedOptimizer) else optimizer
     driver = driver_of(own)
     if not is_prepared or (driver is not None and driver.is_retired):
-        _waiting(accelerator)[id(own)] = own
+        accelerator.__dict__.setdefault(_WAITING, {})[id(own)] = own
         _adopt_waiting(accelerator)
     return original(accelerator, optimizer, device_placement=False)
 
 
-def _waiting(accelerator: Any) -> dict[int, torch.optim.Optimizer]:
-    """By their ids, the optimizers that are adopted as soon as their model is prepared."""
-    waiting: dict[int, torch.optim.Optimizer] = accelerator.__dict__.setdefault(_WAITING, {})
-    return waiting
-
-
 def _adopt_waiting(accelerator: Any) -> None:
-    for optimizer in list(_waiting(accelerator).values()):
+    waiting = accelerator.__dict__.get(_WAITING, {})
+    for optimizer in list(waiting.values()):
         was_driven = driver_of(optimizer) is not None
         for engine in _engines(accelerator):
             # One whose model is only evaluated for now goes on when that is trained again.
             if _holds_any_of(optimizer, engine) and (engine.training or not was_driven):
-                del _waiting(accelerator)[id(optimizer)]
+                del waiting[id(optimizer)]
                 for model in accelerator.__dict__.get(_TOGETHER, []):
                     if engine_of(model) is None and not _is_beside(accelerator, model, engine.config):
                         _refuse_two_models(optimizer, model)

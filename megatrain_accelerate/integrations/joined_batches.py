@@ -1,9 +1,9 @@
 """The micro-batches of an optimizer step as one batch, so that a layer is fetched once for all of them.
 
-The Trainer fetches all micro-batches of a step before it runs the first. Where the loss of the joined batch is the sum of
-theirs, the last one's ``training_step`` runs them all, in pieces of one micro-batch inside each layer (``micro_batch_size``),
-and the others return a loss of zero. The Trainer and its callbacks still see the micro-batches themselves, the number of
-substeps and the sum of the losses.
+The Trainer fetches all micro-batches of a step before it runs the first. Where the joined batch's loss is the sum of theirs,
+the last one's ``training_step`` runs all, in pieces of one micro-batch inside each layer (``micro_batch_size``), and the
+others return a loss of zero. The Trainer and its callbacks still see the micro-batches, their number and the sum of the
+losses.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ _joiners: weakref.WeakKeyDictionary[nn.Module, Joiner] = weakref.WeakKeyDictiona
 """Of the training in progress, or the last one, of each model."""
 
 _Batch = dict[str, torch.Tensor]
-_STOCK_METHODS = ("get_batch_samples", "training_step", "compute_loss", "_prepare_inputs")
 
 
 class CannotJoinError(Exception):
@@ -69,7 +68,7 @@ def _require_exact(trainer: Any, model: nn.Module, num_items: torch.Tensor | int
         raise CannotJoinError("compute_loss_func may compare the tokens of a micro-batch with each other")
     if num_items is None:
         raise CannotJoinError("the loss isn't divided by the number of labelled tokens of the whole step (num_items_in_batch)")
-    for name in _STOCK_METHODS:
+    for name in ("get_batch_samples", "training_step", "compute_loss", "_prepare_inputs"):
         if name in vars(trainer) or getattr(type(trainer), name) is not getattr(Trainer, name):
             raise CannotJoinError(f"{type(trainer).__name__} has a {name} of its own, which is to see each micro-batch")
     if (reason := what_sees_a_batch(model)) is not None:

@@ -1,8 +1,7 @@
 """Who else holds a prepared model's parameters: a model around it or inside of it, PEFT, TRL.
 
-A parameter has one place in one host store, so the engine of a model that was prepared before gives its weights back, and the
-model that is prepared now adopts them. PEFT and TRL read and write ``parameter.data``, which shows neither that a step is
-still to be applied nor that somebody wrote.
+A parameter has one place in one host store: a model that is prepared adopts what another's engine had, and that gives it back.
+PEFT and TRL read and write ``parameter.data``, which shows neither that a step is still to be applied nor that somebody wrote.
 """
 
 from __future__ import annotations

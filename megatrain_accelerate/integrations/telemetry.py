@@ -1,8 +1,7 @@
 """What the engine did: numbers under ``megatrain/`` in the Trainer's logs, and one step's trace.
 
 `megatrain trace` asks for a trace by the environment. The Trainer and bare Accelerate loops are traced alike, by a hook of the
-optimizer, which is called when a step is submitted. The step worker isn't among the threads that torch's profiler follows: its
-spans are noted here, by the host's clock.
+optimizer's steps. torch's profiler doesn't follow the step worker's thread: its spans are noted by the host's clock.
 """
 
 from __future__ import annotations
@@ -203,9 +202,8 @@ class Telemetry:
             self._logged_placement = placement
             values |= {f"host_{kind}_gib": count / GIB for kind, count in self.engine.host_bytes_by_kind().items()}
             values |= {f"gpu_{kind}_gib": count / GIB for kind, count in self.engine.device_bytes_by_kind().items()}
-            for name in ("kept", "offloaded"):
-                values[f"{name}_layers"] = float(len(getattr(placement, name)))
-            values["device_layers"] = float(len(placement.on_device))
+            lists = {"kept": placement.kept, "offloaded": placement.offloaded, "device": placement.on_device}
+            values |= {f"{name}_layers": float(len(layers)) for name, layers in lists.items()}
         if self.engine.device.type == "cuda":
             values["gpu_predicted_gib"] = self.engine.predicted_device_bytes / GIB
             values["gpu_peak_gib"] = torch.cuda.max_memory_allocated(self.engine.device) / GIB

@@ -26,10 +26,6 @@ from megatrain_accelerate.progress import say
 
 logger = logging.getLogger(__name__)
 
-STATE_KEY = "megatrain_accelerate"
-"""The key of our entry in ``TrainerState.stateful_callbacks``, which checkpoints hold. No callback has this name: the Trainer
-would make it anew from the entry where it restores callbacks from a checkpoint."""
-
 _CALLBACKS_THAT_DO_NOT_LOOK = ("transformers", "megatrain_accelerate")
 """Packages whose callbacks look at neither weights nor gradients before a step."""
 _TRAINERS_THAT_DO_NOT_LOOK = ("transformers", "trl", "sentence_transformers", "setfit")
@@ -131,8 +127,9 @@ def label_smoothed_loss(
 
 def choices_of(state: TrainerState) -> dict[str, Any]:
     """What was chosen for a training, by name. Checkpoints hold it, as JSON."""
-    # The layout of transformers' ExportableState.
-    choices: dict[str, Any] = state.stateful_callbacks.setdefault(STATE_KEY, {"args": {}, "attributes": {}})["attributes"]
+    # The layout of transformers' ExportableState. No callback has this name: the Trainer would make it anew from the entry.
+    entry = state.stateful_callbacks.setdefault("megatrain_accelerate", {"args": {}, "attributes": {}})
+    choices: dict[str, Any] = entry["attributes"]
     return choices
 
 
