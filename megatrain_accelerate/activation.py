@@ -108,7 +108,12 @@ def active_config() -> MegatrainConfig | None:
         return _active_config
     if is_disabled() or os.environ.get(ENV_ACTIVE) != "1":
         return None
-    from megatrain_accelerate.config import MegatrainConfig
+    import json
 
-    text = os.environ.get(ENV_CONFIG)
-    return activate(MegatrainConfig.from_json(text) if text else None)
+    from megatrain_accelerate.errors import ConfigError
+
+    text = os.environ.get(ENV_CONFIG) or "{}"
+    try:
+        return activate(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"the megatrain settings handed to this process are not JSON: {text!r}") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -270,19 +269,6 @@ class MegatrainConfig:
                     _require_known(key, cls, "megatrain_config")
                     settings[key] = value
         return cls(**settings | {"placement": placement})
-
-    def to_json(self) -> str:
-        """The form in which the launcher hands the settings to the training processes."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> MegatrainConfig:
-        """Reverse of :meth:`to_json`; raises ``ConfigError`` where the text isn't JSON or its content is refused."""
-        try:
-            settings = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"the megatrain settings handed to this process are not JSON: {text!r}") from error
-        return cls.from_mapping(settings)
 
 
 def usable_cpu_count() -> int:

@@ -288,8 +288,7 @@ def format_summary(timeline: Timeline) -> str:
         idle_ms = period_ms - length(compute) / 1e3
         lines.append(f"{'GPU idle':<24}{idle_ms:>10.2f}{idle_ms / period_ms:>8.0%}")
         for lane in (H2D, D2H):
-            copies = timeline.busy(lane)
-            if copies:
+            if copies := timeline.busy(lane):
                 hidden = overlap(copies, compute)
                 share = f"{hidden / length(copies):>8.0%} of the copies"
                 lines.append(f"{f'{lane} under compute':<24}{hidden / 1e3:>10.2f}{share}")

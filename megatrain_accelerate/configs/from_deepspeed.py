@@ -373,18 +373,6 @@ def convert(path: Path) -> Conversion:
 
 def _take_over(path: Path, conversion: Conversion) -> Mapping[str, Any]:
     """Notes what a file says, and, of DeepSpeed's own, what it leaves out that is another default in the Trainer."""
-    given = _read(path)
-    _walk(given, "", conversion)
-    if "zero_optimization" in given:
-        optimizer, scheduler = (given.get(name) or {} for name in ("optimizer", "scheduler"))
-        if "gradient_clipping" not in given and "max_grad_norm" not in (optimizer.get("params") or {}):
-            conversion.note(_CLIPPING(None, conversion), "gradient_clipping")
-        if "warmup_type" not in (scheduler.get("params") or {}) and str(scheduler.get("type")).lower() in _SCHEDULES:
-            conversion.note(_WARMUP(None, conversion), "scheduler.params.warmup_type")
-    return given
-
-
-def _read(path: Path) -> Mapping[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -398,6 +386,13 @@ def _read(path: Path) -> Mapping[str, Any]:
             raise ConfigError(f"{path} is neither JSON ({not_json}) nor yaml") from error
     if not isinstance(given, Mapping):
         raise ConfigError(f"{path} has no keys: a configuration of DeepSpeed's or Accelerate's was expected")
+    _walk(given, "", conversion)
+    if "zero_optimization" in given:
+        optimizer, scheduler = (given.get(name) or {} for name in ("optimizer", "scheduler"))
+        if "gradient_clipping" not in given and "max_grad_norm" not in (optimizer.get("params") or {}):
+            conversion.note(_CLIPPING(None, conversion), "gradient_clipping")
+        if "warmup_type" not in (scheduler.get("params") or {}) and str(scheduler.get("type")).lower() in _SCHEDULES:
+            conversion.note(_WARMUP(None, conversion), "scheduler.params.warmup_type")
     return given
 
 

@@ -296,9 +296,10 @@ def measure_link(device: torch.device) -> tuple[float, float, float]:
     return _COPY_BYTES / h2d, _COPY_BYTES / d2h, sum(_COPY_BYTES / seconds for seconds in both)
 
 
-def measure_host(kernels: HostKernels, elements: int) -> tuple[float, float]:
+def measure_host(kernels: HostKernels, most: int) -> tuple[float, float]:
     """Parameters a second that AdamW steps with all threads, and bytes a second of a plain loop on the same arrays, with the
-    same traffic: what the memory gives."""
+    same traffic: what the memory gives. Of no more elements than an eighth of the free memory holds."""
+    elements = max(1 << 20, min(most, available_host_bytes() // (8 * BYTES_A_PARAMETER)))
     hi, residual, moments, gradient = step_arrays(kernels, elements)
     cpu = torch.device("cpu")
     step = seconds_of(cpu, lambda: kernels.adamw(hi, residual, moments, gradient, STEP_ARGUMENTS), min)
@@ -317,7 +318,7 @@ def link(device: torch.device) -> list[Finding]:
         path = speeds_path(device, kernels)
         machine = measured_machine(device, kernels)
         count = len(kept_speeds(path))
-        step, _ = measure_host(kernels, _elements(_MOST_ELEMENTS))
+        step, _ = measure_host(kernels, _MOST_ELEMENTS)
     slower = min(speeds[:2])
     return [link_finding(*speeds), plan_finding(machine, slower, step, str(path), count)]
 
@@ -344,13 +345,8 @@ def link_finding(*speeds: float) -> Finding:
 def host_speeds(has_gpu: bool) -> list[Finding]:
     with contextlib.closing(HostKernels()) as kernels:
         # A machine without a GPU is looked at quickly.
-        speeds = measure_host(kernels, _elements(_MOST_ELEMENTS if has_gpu else _MOST_ELEMENTS // 16))
+        speeds = measure_host(kernels, _MOST_ELEMENTS if has_gpu else _MOST_ELEMENTS // 16)
         return [host_finding(*speeds, kernels.threads, has_gpu)]
-
-
-def _elements(most: int) -> int:
-    """No more than an eighth of the free memory holds."""
-    return max(1 << 20, min(most, available_host_bytes() // (8 * BYTES_A_PARAMETER)))
 
 
 def host_finding(step_parameters: float, probe_bytes: float, threads: int, has_gpu: bool) -> Finding:

@@ -210,8 +210,7 @@ def _joiner_of(trainer: Any, engine: Engine | None) -> Joiner | None:
 def get_batch_samples(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Notes the micro-batches of the step that begins."""
     fetched = original(trainer, *args, **kwargs)
-    joiner = _joiner_of(trainer, engine_of(trainer.model))
-    if joiner is not None:
+    if (joiner := _joiner_of(trainer, engine_of(trainer.model))) is not None:
         joiner.step_begins(fetched[0])
     return fetched
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -125,15 +126,14 @@ def _prepare_launch(arguments: Any) -> None:
     if section is None and not arguments.megatrain and flag_settings is None:
         return
     ensure_ready()
-    given = section.settings if section is not None else None
-    config = MegatrainConfig.from_mapping(given, read_settings(flag_settings))
+    config = MegatrainConfig.from_mapping(getattr(section, "settings", None), read_settings(flag_settings))
     _refuse_unsupported(arguments, written, file)
     sys.excepthook = _report
     # accelerate copies sections of the yaml over arguments that are None.
     arguments.megatrain = True
     if arguments.num_processes is None and written is None and not arguments.multi_gpu:
         arguments.num_processes = 1  # Accelerate would start a process for each GPU.
-    _exported.update({ENV_ACTIVE: "1", ENV_CONFIG: config.to_json()})
+    _exported.update({ENV_ACTIVE: "1", ENV_CONFIG: json.dumps(dataclasses.asdict(config))})
     processes = _count(arguments, written, "num_processes")
     if processes > 1:
         # accelerate starts several processes only for what it takes for several GPUs.

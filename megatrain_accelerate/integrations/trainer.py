@@ -99,11 +99,9 @@ def label_smoothed_loss(
     shift_labels: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """``LabelSmoother.__call__`` of transformers, by ``cross_entropy`` where the logits are lazy.
-
-    Both are ``(1 - epsilon) * nll + epsilon * (mean over the vocabulary)``, summed over labelled tokens and divided by their
-    number or by ``num_items_in_batch``. Logits: (batch, tokens, vocabulary); labels: (batch, tokens).
-    """
+    """``LabelSmoother.__call__`` of transformers, by ``cross_entropy`` where the logits are lazy: both are ``(1 - epsilon) *
+    nll + epsilon * (mean over the vocabulary)``, summed over labelled tokens and divided by their number or by
+    ``num_items_in_batch``. Logits: (batch, tokens, vocabulary); labels: (batch, tokens)."""
     logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
     if not isinstance(logits, LazyLogits) or labels.dim() != logits.dim() - 1 or kwargs.keys() - {"num_items_in_batch"}:
         return original(smoother, model_output, labels, shift_labels=shift_labels, **kwargs)

@@ -56,8 +56,7 @@ def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwarg
         _refuse_unsupported(arguments)
     original(arguments, *args, **kwargs)
     if active:
-        # Before somebody reads the private attribute.
-        _ = arguments.n_gpu
+        _ = arguments.n_gpu  # before somebody reads the private attribute
 
 
 def _refuse_unsupported(arguments: Any) -> None:
