@@ -67,11 +67,9 @@ def config_for(arguments: Any) -> MegatrainConfig:
 
 
 def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The settings that a person gave: a mapping, a JSON object, or the path of a yaml or JSON file.
-
-    The file holds the keys of ``megatrain_config``, or is an accelerate config with that section. Raises ``ConfigError`` where
-    it is missing, or its content isn't a mapping; keys and values aren't checked here.
-    """
+    """The settings that a person gave: a mapping, a JSON object, or the path of a yaml or JSON file, with the keys of
+    ``megatrain_config`` or as an accelerate config with that section. Keys and values aren't checked here. Raises
+    ``ConfigError`` where the file is missing, or its content isn't a mapping."""
     from megatrain_accelerate.errors import ConfigError
 
     if source is None or isinstance(source, Mapping):

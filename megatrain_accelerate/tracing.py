@@ -98,8 +98,7 @@ class TraceRequest:
     @classmethod
     def from_environment(cls) -> TraceRequest | None:
         """The request that was handed to this process, or None. A ConfigError for a step that can't be traced."""
-        folder = os.environ.get(ENV_TRACE_DIR)
-        if not folder:
+        if not (folder := os.environ.get(ENV_TRACE_DIR)):
             return None
         step = os.environ.get(ENV_TRACE_STEP, str(DEFAULT_STEP))
         if not step.isdecimal():

@@ -312,15 +312,13 @@ def link(device: torch.device) -> list[Finding]:
     try:
         speeds = measure_link(device)
     except HostMemoryError as error:
-        remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
-        return [Finding("link", "broken", str(error), remedy)]
+        return [Finding("link", "broken", str(error), "ulimit -l unlimited, or docker run --ulimit memlock=-1")]
     with contextlib.closing(HostKernels()) as kernels:
         path = speeds_path(device, kernels)
         machine = measured_machine(device, kernels)
         count = len(kept_speeds(path))
         step, _ = measure_host(kernels, _MOST_ELEMENTS)
-    slower = min(speeds[:2])
-    return [link_finding(*speeds), plan_finding(machine, slower, step, str(path), count)]
+    return [link_finding(*speeds), plan_finding(machine, min(speeds[:2]), step, str(path), count)]
 
 
 def link_finding(*speeds: float) -> Finding:

@@ -101,12 +101,10 @@ def prepare_model(
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
 ) -> nn.Module:
-    """Attaches the engine, then lets Accelerate do its bookkeeping and autocast, without placement and wrapping.
-
-    A small module beside a model that streams is Accelerate's alone. Raises as :func:`require_servable` does, and where the
-    model can't stream or doesn't fit, an optimizer that steps another one holds trained parameters of it, or the settings
-    exclude the accumulation of gradients.
-    """
+    """Attaches the engine, then lets Accelerate do its bookkeeping and autocast, without placement and wrapping. A small
+    module beside a model that streams is Accelerate's alone. Raises as :func:`require_servable` does, and where the model
+    can't stream or doesn't fit, an optimizer that steps another one holds trained parameters of it, or the settings exclude
+    the accumulation of gradients."""
     require_servable(accelerator)
     config = config_for(arguments_of(accelerator))
     if engine_of(model) is None and _is_beside(accelerator, model, config):

@@ -59,8 +59,8 @@ def from_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 def follow_trainer(trainer: Any) -> None:
     """Gives a new Trainer our callback, and watches its model until that is prepared: it must stream from its first batch on.
 
-    The stock Trainer moves the model to the GPU when it is made, so its code may call the model at once, as TRL does for the
-    reference's log-probabilities. Here all weights are still on the host then.
+    The stock Trainer has moved the model to the GPU by now, and its code may call it at once, as TRL does for the reference's
+    log-probabilities. Here all weights are still on the host.
     """
     reference, model = weakref.ref(trainer), getattr(trainer, "model", None)
     trainer.callback_handler.callbacks.insert(1, MegatrainCallback(reference))  # behind DefaultFlowCallback, before trackers
