@@ -142,7 +142,7 @@ def _rotate(trainer: Any, run_dir: Path) -> None:
 
     find = getattr(trainer, "_sorted_checkpoints", None) or trainer_utils.sort_checkpoints  # of newer ones
     checkpoints = find(output_dir=str(run_dir), use_mtime=True)
-    stay = {checkpoints[-1], *([str(Path(best))] if best else [])}
+    stay = {*checkpoints[-1:], *([str(Path(best))] if best else [])}
     surplus = max(0, len(checkpoints) - max(limit, len(stay)))
     with checkpoint_staging(run_dir) as staging:
         for path in [path for path in checkpoints if path not in stay][:surplus]:

@@ -87,9 +87,8 @@ def _is_beside(accelerator: Any, model: nn.Module, config: MegatrainConfig) -> b
         return False
     others = [other for other in accelerator.__dict__.get(_TOGETHER, []) if other is not model]
     sizes = [layer.parameter_count for engine in engines for layer in engine.runtime.layers]
-    sizes += [
-        sum(map(torch.numel, layer.parameters())) for other in others for _, layer in find_layers(other, config.layer_classes)
-    ]
+    layers = [layer for other in others for _, layer in find_layers(other, config.layer_classes)]
+    sizes += [sum(map(torch.numel, layer.parameters())) for layer in layers]
     has_layers = bool(find_layers(model, config.layer_classes) or find_layers(model))
     return bool(sizes) and (not has_layers or sum(map(torch.numel, model.parameters())) < max(sizes))
 
@@ -102,9 +101,12 @@ def prepare_model(
     evaluation_mode: bool = False,
 ) -> nn.Module:
     """Attaches the engine, then lets Accelerate do its bookkeeping and autocast, without placement and wrapping. A small
-    module beside a model that streams is Accelerate's alone. Raises as :func:`require_servable` does, and where the model
-    can't stream or doesn't fit, an optimizer that steps another one holds trained parameters of it, or the settings exclude
-    the accumulation of gradients."""
+    module beside a model that streams is Accelerate's alone.
+
+    Raises as :func:`require_servable` does; ``UnsupportedError`` where the model can't stream, or an optimizer that steps
+    another one holds trained parameters of it; ``HostMemoryError`` where it doesn't fit; ``ConfigError`` where the settings
+    exclude the accumulation of gradients.
+    """
     require_servable(accelerator)
     config = config_for(arguments_of(accelerator))
     if engine_of(model) is None and _is_beside(accelerator, model, config):

@@ -155,7 +155,8 @@ class MegatrainCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (engine := engine_of(kwargs["model"])) is not None:
-            self._close_telemetry()  # an exception may have ended the training before
+            if self._telemetry is not None:  # an exception ended the training before
+                self._telemetry.close()
             clips = bool(args.max_grad_norm and args.max_grad_norm > 0)
             tries_again = bool(args.auto_find_batch_size)
             require_steps_in_backward_possible(engine.config, args.gradient_accumulation_steps, clips, tries_again)
@@ -211,9 +212,6 @@ class MegatrainCallback(TrainerCallback):
         """The last step is applied before anybody reads the weights."""
         if (engine := engine_of(kwargs["model"])) is not None:
             engine.drain()
-        self._close_telemetry()
-
-    def _close_telemetry(self) -> None:
         if self._telemetry is not None:
             self._telemetry.close()
             self._telemetry = None
