@@ -11,11 +11,7 @@ __all__ = ["MegatrainConfig", "__version__", "disable", "drain", "enable", "expo
 
 def __getattr__(name: str) -> Any:
     # Lazy, since `import torch` imports this package in every process of every user.
-    if name == "MegatrainConfig":
-        from megatrain_accelerate.config import MegatrainConfig
-
-        return MegatrainConfig
-    if name in ("enable", "disable", "drain", "export_masters"):
+    if name in __all__:
         from megatrain_accelerate import api
 
         return getattr(api, name)

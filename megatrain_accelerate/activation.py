@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,15 +28,10 @@ def is_disabled() -> bool:
 
 
 def activate(
-    settings: MegatrainConfig | Mapping[str, Any] | None = None, arguments: Mapping[str, Any] | None = None
+    settings: MegatrainConfig | Mapping[str, Any] | str | None = None, arguments: Mapping[str, Any] | None = None
 ) -> MegatrainConfig:
-    """Switches the plugin on for this process, with settings that replace earlier ones.
-
-    With ``arguments``, those of training arguments, it is switched on with these on top of the settings in force.
-
-    Raises:
-        ConfigError: an unknown key or a value out of range, or the off switch is set.
-    """
+    """Switches the plugin on for this process, with settings that replace earlier ones; with ``arguments``, those of training
+    arguments, on top of the settings in force. Raises ``ConfigError`` where they are wrong, or the off switch is set."""
     from megatrain_accelerate.config import MegatrainConfig
     from megatrain_accelerate.errors import ConfigError
 
@@ -46,45 +40,36 @@ def activate(
         raise ConfigError(f"megatrain_accelerate was asked for but {ENV_DISABLE} is set; unset it to train with the plugin")
     if arguments is not None:
         active_config()  # The launcher's settings may not have been read yet.
-        _active_config = _over_base(arguments)
+        _active_config = MegatrainConfig.from_mapping(_base_config, arguments)
     else:
-        config = settings if isinstance(settings, MegatrainConfig) else MegatrainConfig.from_mapping(settings)
-        _active_config = _base_config = config
+        if not isinstance(settings, MegatrainConfig):
+            settings = MegatrainConfig.from_mapping(read_settings(settings) if isinstance(settings, str) else settings)
+        _active_config = _base_config = settings
     return _active_config
 
 
 def is_on_for(arguments: Any) -> bool:
-    """Whether the plugin is on for a Trainer with these training arguments; with None, for code without a Trainer.
-
-    The launcher and ``enable()`` switch it on for all Trainers; arguments do so for those that they are given to.
-    """
+    """Whether the plugin is on for a Trainer with these training arguments; with None, for code without a Trainer. The
+    launcher and ``enable()`` switch it on for all Trainers; arguments do so for those that they are given to."""
     is_on = active_config() is not None
     return is_on and (arguments is None or _base_config is not None or bool(getattr(arguments, "megatrain", False)))
 
 
 def config_for(arguments: Any) -> MegatrainConfig:
     """The settings of a Trainer for which the plugin is on; with None, those of code without a Trainer."""
-    config = active_config()
-    assert config is not None, "called without an active plugin"
-    return config if arguments is None else _over_base(read_settings(getattr(arguments, "megatrain_config", None)))
-
-
-def _over_base(settings: Mapping[str, Any]) -> MegatrainConfig:
     from megatrain_accelerate.config import MegatrainConfig
 
-    base = dataclasses.asdict(_base_config) if _base_config is not None else {}
-    return MegatrainConfig.from_mapping(base, settings)
+    config = active_config()
+    assert config is not None, "called without an active plugin"
+    if arguments is None:
+        return config
+    return MegatrainConfig.from_mapping(_base_config, read_settings(getattr(arguments, "megatrain_config", None)))
 
 
 def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The settings that a person gave: a mapping, a JSON object, or the path of a yaml or JSON file.
-
-    The file holds the keys of ``megatrain_config``, or is an accelerate config with that section. Keys and values aren't
-    checked here.
-
-    Raises:
-        ConfigError: the file is missing, or its content isn't a mapping.
-    """
+    """The settings that a person gave: a mapping, a JSON object, or the path of a yaml or JSON file, with the keys of
+    ``megatrain_config`` or as an accelerate config with that section. Keys and values aren't checked here. Raises
+    ``ConfigError`` where the file is missing, or its content isn't a mapping."""
     from megatrain_accelerate.errors import ConfigError
 
     if source is None or isinstance(source, Mapping):
@@ -92,8 +77,7 @@ def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
     import yaml  # type: ignore[import-untyped]
 
     is_file = not source.lstrip().startswith("{")
-    try:
-        # JSON is yaml.
+    try:  # JSON is yaml
         content = yaml.safe_load(Path(os.path.expanduser(source)).read_text(encoding="utf-8") if is_file else source)
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(
@@ -122,7 +106,12 @@ def active_config() -> MegatrainConfig | None:
         return _active_config
     if is_disabled() or os.environ.get(ENV_ACTIVE) != "1":
         return None
-    from megatrain_accelerate.config import MegatrainConfig
+    import json
 
-    text = os.environ.get(ENV_CONFIG)
-    return activate(MegatrainConfig.from_json(text) if text else None)
+    from megatrain_accelerate.errors import ConfigError
+
+    text = os.environ.get(ENV_CONFIG) or "{}"
+    try:
+        return activate(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"the megatrain settings handed to this process are not JSON: {text!r}") from error

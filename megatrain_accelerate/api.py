@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain_accelerate import activation
+from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.integrations import import_hook
 from megatrain_accelerate.integrations.wrapping import ensure_ready
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from megatrain_accelerate.config import MegatrainConfig
 
 
 def enable(config: MegatrainConfig | Mapping[str, Any] | str | None = None, **settings: Any) -> MegatrainConfig:
@@ -35,16 +34,12 @@ def enable(config: MegatrainConfig | Mapping[str, Any] | str | None = None, **se
     """
     if config is not None and settings:
         raise ConfigError(f"enable() takes a config or single settings, not both; got {config!r} and {settings!r}")
-    if settings:
-        config = settings
-    elif isinstance(config, str):
-        config = activation.read_settings(config)
     failure = getattr(sys.modules.get("_megatrain_autoload"), "failure", None)
     if failure is not None:
         raise failure
     import_hook.install()
     ensure_ready()
-    return activation.activate(config)
+    return activation.activate(settings or config)
 
 
 def disable() -> None:

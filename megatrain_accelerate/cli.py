@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand; by default that of the process's arguments. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="megatrain", description="Tools around trainings with megatrain_accelerate.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show versions and exit")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="subcommand")
     trace = commands.add_parser(
         "trace",
         help="draw one optimizer step of a training: a picture, and a trace for ui.perfetto.dev",
@@ -82,10 +82,13 @@ class _Version(argparse.Action):
 
 
 def _while_read(options: argparse.Namespace) -> int:
-    """Runs a report; ends as by SIGPIPE if its reader (``| head``) has seen enough."""
+    """Runs a subcommand, whose errors are one line; ends as by SIGPIPE if its reader (``| head``) has seen enough."""
     try:
         status = int(options.run(options))
         sys.stdout.flush()
+    except MegatrainError as error:
+        print(f"megatrain {options.subcommand}: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         # What is still buffered goes nowhere, or the interpreter would complain of it at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -94,20 +97,12 @@ def _while_read(options: argparse.Namespace) -> int:
 
 
 def _trace(options: argparse.Namespace) -> int:
+    """Runs a training, and writes the results as soon as the step was traced. Returns its status; 1 if it ended well without a
+    trace."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         options.error("the training's command is missing: megatrain trace --out DIR -- accelerate launch ... train.py")
-    try:
-        return _run_traced(command, TraceRequest(options.out, options.step))
-    except MegatrainError as error:
-        print(f"megatrain trace: {error}", file=sys.stderr)
-        return 1
-
-
-def _run_traced(command: Sequence[str], request: TraceRequest) -> int:
-    """Runs a training, and writes the results as soon as the step was traced. Returns its status; 1 if it ended well without a
-    trace."""
-    folder = request.folder
+    request, folder = TraceRequest(options.out, options.step), options.out
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (RAW_TRACE, f"partial_{RAW_TRACE}", PERFETTO_TRACE, PICTURE):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -16,11 +15,7 @@ from megatrain_accelerate.units import GIB
 
 _MINIMA = dict.fromkeys(("host_threads", "micro_batch_size", "expert_parts"), 1) | {"token_tile": 0}
 """Of whole numbers; None and ``auto`` are allowed where they are the default."""
-_PLACEMENT_MINIMA = {
-    **dict.fromkeys(("kept_layers", "offloaded_layers", "kept_attention"), 0),
-    "device_layers": -1,
-    "slots": 2,
-}
+_PLACEMENT_MINIMA = dict.fromkeys(("kept_layers", "offloaded_layers", "kept_attention"), 0) | {"device_layers": -1, "slots": 2}
 _GONE = {
     "keep_layers": "set placement.kept_layers",
     "offload_layers": "set placement.offloaded_layers",
@@ -83,10 +78,7 @@ def _require_mapping(settings: object, section: str) -> Mapping[str, Any]:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacementSettings:
     """What experts may fix of the plan (``placement``). What is left out, or None, the plan chooses as it finds fastest.
-
-    Raises:
-        ConfigError: a value has the wrong type or lies outside its range.
-    """
+    Raises ``ConfigError`` where a value has the wrong type or lies outside its range."""
 
     kept_layers: int | None = None
     """Layers whose activations stay on the GPU until backward instead of being recomputed, counted from the model's end; 0
@@ -121,11 +113,8 @@ class PlacementSettings:
 
 @dataclasses.dataclass(frozen=True)
 class MegatrainConfig:
-    """Settings of megatrain_accelerate. Every field has a default; an unknown key is an error.
-
-    Raises:
-        ConfigError: a value has the wrong type or lies outside its range.
-    """
+    """Settings of megatrain_accelerate. Every field has a default; an unknown key is an error. Raises ``ConfigError`` where a
+    value has the wrong type or lies outside its range."""
 
     step_schedule: str = "auto"
     """When the optimizer's arithmetic runs. ``deferred``: after ``step()``, a layer at a time, before the layer is
@@ -210,11 +199,9 @@ class MegatrainConfig:
         _require_whole_numbers(self, _MINIMA, "megatrain_config")
         for name in ("host_memory_gib", "gpu_memory_gib"):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
+            if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
                 raise ConfigError(f"megatrain_config.{name} must be a number of GiB, got {value!r}")
-            if not 0 < value < math.inf:
+            if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"megatrain_config.{name} must be above 0 and finite, got {value}")
         for name in ("compile_layers", "join_micro_batches"):
             if getattr(self, name) != "auto" and not isinstance(getattr(self, name), bool):
@@ -262,16 +249,15 @@ class MegatrainConfig:
         return None if self.gpu_memory_gib is None else int(self.gpu_memory_gib * GIB)
 
     @classmethod
-    def from_mapping(cls, *given: Mapping[str, Any] | None) -> MegatrainConfig:
+    def from_mapping(cls, *given: Mapping[str, Any] | MegatrainConfig | None) -> MegatrainConfig:
         """Builds the settings from yaml sections or dicts, of which later ones count. Those of ``placement`` count one by one,
-        and may be written ``placement.slots: 3``, for command lines.
-
-        Raises ``ConfigError`` where a key is unknown (the message names the nearest one) or a value is out of range.
-        """
+        and may be written ``placement.slots: 3``, for command lines. Raises ``ConfigError`` where a key is unknown (the
+        message names the nearest one) or a value is out of range."""
         settings: dict[str, Any] = {}
         placement: dict[str, Any] = {}
         for source in given:
-            for key, value in _require_mapping(source, "megatrain_config").items():
+            made = vars(source) if isinstance(source, cls) else source
+            for key, value in _require_mapping(made, "megatrain_config").items():
                 if key in _GONE:
                     raise ConfigError(f"megatrain_config.{key} is gone: {_GONE[key]}")
                 if key == "placement":
@@ -283,19 +269,6 @@ class MegatrainConfig:
                     _require_known(key, cls, "megatrain_config")
                     settings[key] = value
         return cls(**settings | {"placement": placement})
-
-    def to_json(self) -> str:
-        """The form in which the launcher hands the settings to the training processes."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> MegatrainConfig:
-        """Reverse of :meth:`to_json`; raises ``ConfigError`` where the text isn't JSON or its content is refused."""
-        try:
-            settings = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"the megatrain settings handed to this process are not JSON: {text!r}") from error
-        return cls.from_mapping(settings)
 
 
 def usable_cpu_count() -> int:

@@ -23,13 +23,7 @@ from megatrain_accelerate.layers.attention_results import require_attention_to_k
 from megatrain_accelerate.layers.caches import caching_modules, decide_against_a_cache
 from megatrain_accelerate.layers.expert_function import run_experts
 from megatrain_accelerate.layers.layer import StreamedExperts, StreamedLayer
-from megatrain_accelerate.layers.proxy import (
-    install_proxy,
-    is_proxy,
-    leave_checkpointing_off,
-    modules_that_checkpoint,
-    remove_proxy,
-)
+from megatrain_accelerate.layers.proxy import install_proxy, leave_checkpointing_off, modules_that_checkpoint, remove_proxy
 from megatrain_accelerate.layers.resident import ResidentGroup
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.token_tiles import TokenTiles
@@ -86,9 +80,10 @@ def prepared_models() -> list[tuple[nn.Module, Engine]]:
 class Engine:
     """The streaming engine of one model, attached to it.
 
-    Adopting frees the model's own memory layer by layer, so that the host never holds more than the
-    store, one layer and a constant. Parameters keep identity, name and shape; layers' data moves to
-    the host store, the rest to the device. The engine doesn't hold the model; it dies with it.
+    Adopting frees the model's own memory layer by layer, so that the host never holds more than the store, one layer and a
+    constant. Parameters keep identity, name and shape; layers' data moves to the host store, the rest to the device. The
+    engine doesn't hold the model; it dies with it. Raises ``UnsupportedError`` where the model can't stream, and
+    ``HostMemoryError`` where it doesn't fit, before anything is allocated.
 
     Args:
         model: on the CPU.
@@ -97,10 +92,6 @@ class Engine:
         accumulates: whether gradients of several backwards will be added up before a step; counts their memory already.
         show_plan: print the plan's table, and in a log file a line in the progress bar's place.
         freed_bytes: host memory that others give back meanwhile: moments that optimizers brought from an earlier engine.
-
-    Raises:
-        UnsupportedError: the model can't stream; the message says why.
-        HostMemoryError: it doesn't fit; raised before anything is allocated.
     """
 
     unit_class: type[HostUnit] = HostUnit
@@ -150,8 +141,6 @@ class Engine:
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []
         self.training = False
-        self.plan_seconds = 0.0
-        """Spent on plans in training forwards so far: their runs without data and their measurements."""
         self.is_closed = False
         require_layers(len(discovery.layers), config.placement)
         require_attention_to_keep(model, config.placement.kept_attention)
@@ -245,10 +234,8 @@ class Engine:
         return [driver.optimizer for driver in self.optimizer_drivers if driver.optimizer is not None]
 
     def enable_training(self) -> None:
-        """Gets ready for gradients, on the host and on the device. Does nothing the second time.
-
-        Raises ``HostMemoryError`` where it doesn't fit; nothing is allocated then.
-        """
+        """Gets ready for gradients, on the host and on the device, unless it is. Raises ``HostMemoryError`` where it doesn't
+        fit; nothing is allocated then."""
         if not self.training:
             parts = self._planned_bytes([unit.layout for unit in self.runtime.units])
             more = {kind: parts[kind] for kind in ("gradients", "moments")}
@@ -288,19 +275,13 @@ class Engine:
         if self._tiled_head is not None:
             self._tiled_head.remove()
         for layer in streamed:
-            if is_proxy(layer.module):
-                remove_proxy(layer.module, layer.forward)
+            remove_proxy(layer.module, layer.forward)
 
     def matches(self, model: nn.Module) -> bool:
         """Whether the model still has the parameters, of the same shapes and with the same ones frozen, that were adopted."""
-        parameters = list(model.parameters())
-        states = [self.runtime.state_of(parameter) for parameter in parameters]
-        return len({id(p) for p in parameters}) == sum(len(unit.states) for unit in self.runtime.units) and all(
-            state is not None
-            and state.entry.spec.trainable == parameter.requires_grad
-            and state.entry.spec.shape == tuple(parameter.shape)
-            for state, parameter in zip(states, parameters, strict=True)
-        )
+        adopted = (state for unit in self.runtime.units for state in unit.states)
+        kinds = {id(state.parameter): (state.entry.spec.trainable, state.entry.spec.shape) for state in adopted}
+        return kinds == {id(parameter): (parameter.requires_grad, tuple(parameter.shape)) for parameter in model.parameters()}
 
     def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
         groups = discovery.parameter_groups()
@@ -346,15 +327,13 @@ class Engine:
         for module in caching_modules(model, [layer.module for layer in self.runtime.layers]):
             hook = ModelHook(decide_against_a_cache, with_arguments=True, runs_dry=True)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        before_forward = ModelHook(self._before_forward, with_arguments=True)
-        self._handles.append(model.register_forward_pre_hook(before_forward, with_kwargs=True))
         # With arguments, since a hook without any is called when the model is copied.
         after_forward = ModelHook(self._after_forward, with_arguments=True)
-        self._handles.append(model.register_forward_hook(after_forward, always_call=True))
         for inner in model.modules():
-            if inner is not model and hasattr(type(inner), "prepare_inputs_for_generation"):
-                # The generation of a PeftModel calls the model inside of it.
-                hook = ModelHook(self._before_forward_inside, with_arguments=True)
+            # The generation of a PeftModel calls the model inside of it.
+            if inner is model or hasattr(type(inner), "prepare_inputs_for_generation"):
+                before = self._before_forward if inner is model else self._before_forward_inside
+                hook = ModelHook(before, with_arguments=True)
                 self._handles.append(inner.register_forward_pre_hook(hook, with_kwargs=True))
                 self._handles.append(inner.register_forward_hook(after_forward, always_call=True))
         users = (user for spec in discovery.residents for user in spec.users)
@@ -367,10 +346,8 @@ class Engine:
                 self._handles.append(module.register_forward_pre_hook(hook))
 
     def adopt_unfrozen(self, model: nn.Module) -> bool:
-        """Prepares the model anew if parameters are trained that were frozen; says whether it did.
-
-        Raises ``HostMemoryError`` where what is trained now doesn't fit.
-        """
+        """Prepares the model anew if parameters are trained that were frozen; says whether it did. Raises ``HostMemoryError``
+        where what is trained now doesn't fit."""
         if self.prepare_anew is None or not self.training or not any(parameter.requires_grad for parameter in self._frozen):
             return False
         self.prepare_anew(model)
@@ -394,7 +371,7 @@ class Engine:
         if self.training and model.training:
             began = time.perf_counter()
             self.device_plan.follow(model, by_name(model, args, kwargs))
-            self.plan_seconds += time.perf_counter() - began
+            self.runtime.meter.counters.plan_seconds += time.perf_counter() - began
             self.runtime.offloader.make_places(self.runtime.units)  # of what the plan leaves on the host
         self.runtime.batch_cut.begin((args, kwargs))  # behind the plan, which looks at other batches
         return None
@@ -423,10 +400,8 @@ class Engine:
         self._is_in_forward &= engine_of(model) is not self
 
     def _refuse_replaced(self, model: nn.Module) -> None:
-        """Raises ``StateError`` where a layer, or a parameter outside the layers, was replaced or removed.
-
-        Parameters inside layers are checked when the layer runs.
-        """
+        """Raises ``StateError`` where a layer, or a parameter outside the layers, was replaced or removed. Parameters inside
+        layers are checked when the layer runs."""
         for owner, held in self._places.items():
             module = find_module(model, owner)
             for registry, key, adopted, name in held:
@@ -437,10 +412,8 @@ class Engine:
                     )
 
     def expect_accumulation(self, micro_batches: int) -> None:
-        """Prepares for this many backwards before each step: makes buffers, so that none is made within a step.
-
-        Raises ``HostMemoryError`` where the fp32 sums of the gradients don't fit and weren't counted at adoption.
-        """
+        """Prepares for this many backwards before each step: makes buffers, so that none is made within a step. Raises
+        ``HostMemoryError`` where the fp32 sums of the gradients don't fit and weren't counted at adoption."""
         self.device_plan.micro_batches = micro_batches
         if micro_batches > 1:
             self.runtime.offloader.prepare_accumulation()
@@ -478,10 +451,8 @@ class Engine:
         return None if time is None else time.seconds
 
     def close(self) -> None:
-        """Detaches the engine: a plain model stays, with its weights in ordinary host memory, in full precision.
-
-        Buffers stay on the device. Closing twice is fine.
-        """
+        """Detaches the engine, unless it is: a plain model stays, with its weights in ordinary host memory, in full precision.
+        Buffers stay on the device."""
         if self.is_closed:
             return
         self.is_closed = True

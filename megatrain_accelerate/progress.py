@@ -10,14 +10,9 @@ from tqdm.auto import tqdm
 
 
 def progress_bar(total: int, description: str, unit: str, *, show: bool = True, in_logs: str | None = None) -> Any:
-    """Makes a progress bar that is removed when it is closed.
-
-    It is drawn on a terminal or in a notebook: a log file would keep each state of it. ``TQDM_DISABLE`` switches it off.
-
-    Args:
-        unit: what is counted.
-        in_logs: a line to print instead of the bar if stderr isn't a terminal. It is printed even if bars are switched off.
-    """
+    """Makes a progress bar of so many ``unit``s, which is removed when it is closed. It is drawn on a terminal or in a
+    notebook: a log file would keep each state of it. ``TQDM_DISABLE`` switches it off. ``in_logs`` is printed instead if
+    stderr isn't a terminal, even if bars are switched off."""
     # To tqdm None means: draw only if stderr is a terminal. A value that is passed overrides TQDM_DISABLE, which is read here.
     is_off = True if not show or os.environ.get("TQDM_DISABLE") else None
     bar = tqdm(total=total, desc=f"megatrain: {description}", unit=unit, unit_scale=True, leave=False, disable=is_off)

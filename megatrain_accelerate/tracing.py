@@ -1,8 +1,8 @@
 """A traced step: how `megatrain trace` asks for it, its lanes of named spans, table and picture.
 
-The lanes are made of the profiler's trace and of what the process noted. The step is drawn as one period: from one
-``optimizer.step()`` to the next. In it lie the work that the first of the two left to the host (it runs under the forward that
-follows), one forward, one backward, and clipping.
+The lanes are made of the profiler's trace and of what the process noted, over one period: from one ``optimizer.step()`` to the
+next. In it lie the host's work that the first of the two left (under the forward that follows), one forward, one backward, and
+clipping.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 
@@ -98,8 +98,7 @@ class TraceRequest:
     @classmethod
     def from_environment(cls) -> TraceRequest | None:
         """The request that was handed to this process, or None. A ConfigError for a step that can't be traced."""
-        folder = os.environ.get(ENV_TRACE_DIR)
-        if not folder:
+        if not (folder := os.environ.get(ENV_TRACE_DIR)):
             return None
         step = os.environ.get(ENV_TRACE_STEP, str(DEFAULT_STEP))
         if not step.isdecimal():
@@ -107,8 +106,7 @@ class TraceRequest:
         return cls(Path(folder), int(step))
 
 
-@dataclasses.dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Something that a lane does, in microseconds since the period began."""
 
     start: float
@@ -118,18 +116,13 @@ class Span:
     """The layer or resident that it is about; empty if none."""
 
     @property
-    def layer_number(self) -> str:
-        found = re.search(r"\.(\d+)$", self.unit)
-        return found.group(1) if found else ""
-
-    @property
     def label(self) -> str:
-        """What is written into the span where there is room."""
-        return LOSS if self.kind == LOSS else self.layer_number
+        """What is written into the span where there is room: a layer's number."""
+        last = self.unit.rpartition(".")[2]
+        return LOSS if self.kind == LOSS else (last if last.isdecimal() else "")
 
 
-@dataclasses.dataclass(frozen=True)
-class Timeline:
+class Timeline(NamedTuple):
     info: dict[str, Any]
     """What the training process noted: step, device, shares, waits."""
     period_us: float
@@ -228,10 +221,8 @@ def _losses(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def build(trace: dict[str, Any]) -> tuple[Timeline, list[Event]]:
-    """The timeline of the traced step, and the events for Perfetto: those of the period, streams and threads named.
-
-    ``trace`` is the profiler's, with what :mod:`~megatrain_accelerate.integrations.telemetry` notes.
-    """
+    """The timeline of the traced step, and the events for Perfetto: those of the period, streams and threads named. ``trace``
+    is the profiler's, with what :mod:`~megatrain_accelerate.integrations.telemetry` notes."""
     events, info = trace["traceEvents"], trace[NOTES]
     # The profiler's times are Unix time since this instant.
     offset = (info["clock_to_unix_ns"] - trace["baseTimeNanoseconds"]) / 1e3
@@ -250,9 +241,9 @@ def build(trace: dict[str, Any]) -> tuple[Timeline, list[Event]]:
     work = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and event.get("ph") == "X"]
     streams = _stream_names(work)
     lanes = _device_lanes(events, work, streams, annotations)
-    for thread, lane in threads.items():
-        lanes[lane] += annotations.get(thread, [])
-    lanes[WORKER] += [(event["ts"], event["ts"] + event["dur"], event["name"]) for event in worker_events]
+    for thread, spans in (annotations | _annotations(worker_events)).items():
+        if thread in threads:
+            lanes[threads[thread]] += spans
 
     found: dict[str, list[Span]] = {}
     for lane in LANES:
@@ -296,8 +287,7 @@ def format_summary(timeline: Timeline) -> str:
         idle_ms = period_ms - length(compute) / 1e3
         lines.append(f"{'GPU idle':<24}{idle_ms:>10.2f}{idle_ms / period_ms:>8.0%}")
         for lane in (H2D, D2H):
-            copies = timeline.busy(lane)
-            if copies:
+            if copies := timeline.busy(lane):
                 hidden = overlap(copies, compute)
                 share = f"{hidden / length(copies):>8.0%} of the copies"
                 lines.append(f"{f'{lane} under compute':<24}{hidden / 1e3:>10.2f}{share}")
@@ -317,11 +307,8 @@ def merged(spans: Sequence[Span], gap_us: float) -> list[Span]:
 
 
 def empty_figure(size: tuple[float, float], needs: str, remedy: str) -> Any:
-    """A figure of matplotlib. Not of pyplot: that would choose a backend, and keep the figure.
-
-    Raises:
-        UnsupportedError: matplotlib isn't installed; names what ``needs`` it, and the other ``remedy``.
-    """
+    """A figure of matplotlib. Not of pyplot: that would choose a backend, and keep the figure. Raises ``UnsupportedError``
+    where matplotlib isn't installed: what ``needs`` it, and the other ``remedy``."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

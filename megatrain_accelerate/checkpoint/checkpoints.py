@@ -1,7 +1,5 @@
-"""What is written to the disk, complete or absent: the Trainer's checkpoints and fp32 masters.
-
-Checkpoints are written aside, flushed to disk, then renamed into place.
-"""
+"""What is written to the disk, complete or absent: the Trainer's checkpoints and fp32 masters are written aside, flushed to
+disk, then renamed into place."""
 
 from __future__ import annotations
 
@@ -28,6 +26,7 @@ from megatrain_accelerate.checkpoint.disk import REPLACED, flush_file, flush_fol
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.optim.moment_states import saved_bytes, views_of
+from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.progress import progress_bar
 from megatrain_accelerate.units import GIB
 
@@ -35,9 +34,6 @@ STAGING_PREFIX = ".megatrain-incomplete"
 """Of the folders beside the checkpoints in which the next one is written. What a killed run left there is removed."""
 _TRAINER_STATE = "trainer_state.json"
 """What the Trainer's own checkpoints have, and a folder that a script made for its files hasn't."""
-
-_WRITTEN, _PUBLISHED = "a written checkpoint", "a published checkpoint"
-"""Where ranks meet."""
 
 _POLL_SECONDS = 0.5
 
@@ -58,46 +54,41 @@ _SPACE_REMEDY = (
 def save_checkpoint(
     original: Callable[..., Any], trainer: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Writes a checkpoint aside and renames it when it is complete, so that a kill never leaves a broken one.
-
-    Of several ranks the first makes the folder, all write to it, and it is renamed when all have.
-    """
+    """Writes a checkpoint aside and renames it when it is complete, so that a kill never leaves a broken one. Of several ranks
+    the first makes the folder, all write to it, and it is renamed when all have."""
     engine = engine_of(trainer.model)
     ranks = None if engine is None else engine.runtime.ranks
-    if engine is None or (ranks is None and not trainer.args.should_save):
+    saves = trainer.args.should_save
+    if engine is None or not (saves or ranks is not None):
         original(trainer, model, trial, *args, **kwargs)
         return
     run_dir = Path(trainer._get_output_dir(trial=trial))
+    meet = ranks.meet if ranks is not None else (lambda _: None)
     engine.drain()
-    if ranks is not None and not trainer.args.should_save:
-        staging = ranks.broadcast(None)
-        with _saving_to(trainer, staging):
-            original(trainer, model, trial, *args, **kwargs)
-        ranks.meet(_WRITTEN)
-        ranks.meet(_PUBLISHED)
-        _point_best_checkpoint(trainer, staging, run_dir)
-        return
-    with checkpoint_staging(run_dir, f"checkpoint-{trainer.state.global_step}") as staging:
-        expected = _require_room(run_dir, trainer.model, trainer.optimizer, engine, trainer.args)
+    name = f"checkpoint-{trainer.state.global_step}"
+    with checkpoint_staging(run_dir, name) if saves else contextlib.nullcontext(run_dir) as staging:
+        expected = _require_room(run_dir, trainer.model, trainer.optimizer, engine, trainer.args) if saves else 0
         if ranks is not None:
-            ranks.broadcast(staging)
+            staging = ranks.broadcast(staging)
         with (
-            _saving_progress(staging, expected, show=not trainer.args.disable_tqdm),
+            _saving_progress(staging, expected, show=saves and not trainer.args.disable_tqdm),
             _saving_to(trainer, staging),
             _logged_without(staging.name),
         ):
             original(trainer, model, trial, *args, **kwargs)
-        if ranks is not None:
-            ranks.meet(_WRITTEN)
+        meet("a written checkpoint")
+        if saves:
+            _point_best_checkpoint(trainer, staging, run_dir)
+            for folder in staging.iterdir():
+                if (folder / _TRAINER_STATE).exists():
+                    trainer.state.save_to_json(str(folder / _TRAINER_STATE))
+            published = publish(staging)
+    if saves:
+        _rotate(trainer, run_dir)
+    meet("a published checkpoint")
+    if not saves:
         _point_best_checkpoint(trainer, staging, run_dir)
-        for folder in staging.iterdir():
-            if (folder / _TRAINER_STATE).exists():
-                trainer.state.save_to_json(str(folder / _TRAINER_STATE))
-        published = publish(staging)
-    _rotate(trainer, run_dir)
-    if ranks is not None:
-        ranks.meet(_PUBLISHED)
-    if trainer.args.push_to_hub:  # which reads the output folder, too: nothing lies aside there now
+    elif trainer.args.push_to_hub:  # which reads the output folder, too: nothing lies aside there now
         for folder in published:
             trainer._push_from_checkpoint(str(folder))
 
@@ -134,45 +125,28 @@ def _logged_without(folder: str) -> Iterator[None]:
 
 def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
     """The Trainer notes the best checkpoint by the path under which it saw it."""
-    best_step = getattr(trainer.state, "best_global_step", None)
-    best = Path(trainer.state.best_model_checkpoint) if trainer.state.best_model_checkpoint else None
-    if best is not None and best.parent == staging:
-        trainer.state.best_model_checkpoint = str(run_dir / best.name)
+    best, best_step = trainer.state.best_model_checkpoint, getattr(trainer.state, "best_global_step", None)
+    if best and Path(best).parent == staging:
+        trainer.state.best_model_checkpoint = str(run_dir / Path(best).name)
     elif best_step and (run_dir / f"checkpoint-{best_step}").exists():
         trainer.state.best_model_checkpoint = str(run_dir / f"checkpoint-{best_step}")
 
 
 def _rotate(trainer: Any, run_dir: Path) -> None:
-    """Deletes old checkpoints by the Trainer's own rule; a kill leaves each of them whole or gone.
-
-    Inside the original call they weren't where the Trainer looked. The rule deletes empty stand-ins
-    that have the checkpoints' names and times.
-    """
+    """Deletes old checkpoints by the Trainer's rule, which didn't see them inside the original call: the last one and the best
+    one stay. A kill leaves each whole or gone."""
     limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
     if not limit or limit <= 0:
         return
+    from transformers import trainer_utils
+
+    find = getattr(trainer, "_sorted_checkpoints", None) or trainer_utils.sort_checkpoints  # of newer ones
+    checkpoints = find(output_dir=str(run_dir), use_mtime=True)
+    stay = {*checkpoints[-1:], *([str(Path(best))] if best else [])}
+    surplus = max(0, len(checkpoints) - max(limit, len(stay)))
     with checkpoint_staging(run_dir) as staging:
-        checkpoints = [path for path in run_dir.glob("checkpoint-*") if path.is_dir()]
-        for path in checkpoints:
-            stand_in = staging / path.name
-            stand_in.mkdir()
-            times = path.stat()
-            os.utime(stand_in, ns=(times.st_atime_ns, times.st_mtime_ns))
-        best_stand_in = str(staging / Path(best).name) if best and Path(best).parent == run_dir else best
-        try:
-            from transformers.trainer_utils import rotate_checkpoints
-        except ImportError:  # transformers 4, which logs what it deletes
-            trainer.state.best_model_checkpoint = best_stand_in
-            with _logged_without(staging.name):
-                trainer._rotate_checkpoints(use_mtime=True, output_dir=str(staging))
-            trainer.state.best_model_checkpoint = best
-        else:
-            rotate_checkpoints(
-                output_dir=str(staging), save_total_limit=limit, best_model_checkpoint=best_stand_in, use_mtime=True
-            )
-        for path in checkpoints:
-            if not (staging / path.name).exists():
-                os.rename(path, staging / f"{path.name}.deleted")
+        for path in [path for path in checkpoints if path not in stay][:surplus]:
+            os.rename(path, staging / f"{Path(path).name}.deleted")
 
 
 def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
@@ -181,26 +155,17 @@ def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, che
         original(trainer, checkpoint)
         return
     # torch.load's own setting (load.mmap) came with torch 2.6.
-    load = torch.load
-    torch.load = functools.partial(load, mmap=True)
-    try:
+    with replaced(torch, "load", functools.partial(torch.load, mmap=True)):
         original(trainer, checkpoint)
-    finally:
-        torch.load = load
 
 
 def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only_model: bool) -> dict[str, int]:
-    """Bytes of the tensors that the Trainer will write into the next checkpoint, by what they are.
-
-    Weights are counted in the dtype that they are saved in, with PEFT's adapters only the trained ones. AdamW's state is
-    what it will be after its first step; another optimizer's is what it is now.
-    """
+    """Bytes of the tensors that the Trainer will write into the next checkpoint, by what they are: weights in the dtype that
+    they are saved in, with PEFT's adapters only the trained ones; AdamW's state as it will be after its first step, another
+    optimizer's as it is now."""
     adapters_only = bool(getattr(model, "peft_config", None))
-    weights = sum(
-        tensor.numel() * tensor.element_size()
-        for _, tensor in _saved_tensors(model)
-        if tensor.requires_grad or not adapters_only
-    )
+    saved = (tensor for _, tensor in _saved_tensors(model) if tensor.requires_grad or not adapters_only)
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in saved)
     if save_only_model or optimizer is None:
         return {"weights": weights}
     views = {
@@ -222,10 +187,8 @@ def _require_room(run_dir: Path, model: nn.Module, optimizer: Any, engine: Engin
 
 
 def require_saving_possible(args: Any, model: nn.Module, optimizer: Any, engine: Engine) -> None:
-    """Raises ``DiskError`` where checkpoints are wanted and the output folder can't be written to, or has no room.
-
-    Removes what killed runs left in it.
-    """
+    """Raises ``DiskError`` where checkpoints are wanted and the output folder can't be written to, or has no room. Removes
+    what killed runs left in it."""
     if not args.should_save or getattr(args.save_strategy, "value", args.save_strategy) == "no":
         return
     run_dir = Path(args.output_dir)
@@ -241,11 +204,10 @@ def checkpoint_staging(run_dir: Path, what: str = "checkpoints") -> contextlib.A
 @contextlib.contextmanager
 def _saving_progress(folder: Path, expected_bytes: int, show: bool) -> Iterator[None]:
     """Draws a bar of what has been written under ``folder`` while the body runs."""
-    bar = progress_bar(expected_bytes, "saving", "B", show=show)
+    bar, done = progress_bar(expected_bytes, "saving", "B", show=show), threading.Event()
     if bar.disable:
         yield
         return
-    done = threading.Event()
 
     def draw() -> None:
         with bar:
@@ -271,10 +233,8 @@ def publish(staging: Path) -> list[Path]:
     A checkpoint of the same name is replaced: at every instant there is the older one or the new one, complete. Where the file
     system can't exchange names, a kill may leave neither; the next staging folder then puts the older one back. Files that a
     user or a script put into it stay, as they do where the Trainer writes over it. Its own weights and training state don't:
-    beside those of the new checkpoint they would be read instead of them, or with them.
-
-    Raises:
-        OSError: the disk can't take them; the checkpoints before are as they were.
+    beside those of the new checkpoint they would be read instead of them, or with them. Raises ``OSError`` where the disk
+    can't take them; the checkpoints before are as they were.
     """
     published = []
     for folder in sorted(staging.iterdir()):
@@ -329,11 +289,8 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def write_masters(model: nn.Module, engine: Engine, folder: Path, max_shard_gib: float) -> list[Path]:
-    """See :func:`.api.export_masters`.
-
-    Parameters are read from the store one by one. Ties are written once, under the name that comes
-    first, as ``save_pretrained`` does. A parameter larger than a shard gets a file of its own.
-    """
+    """See :func:`.api.export_masters`. Parameters are read from the store one by one. Ties are written once, under the name
+    that comes first, as ``save_pretrained`` does. A parameter larger than a shard gets a file of its own."""
     if max_shard_gib <= 0:
         raise ConfigError(f"max_shard_gib must be above 0, got {max_shard_gib}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -31,16 +31,9 @@ def existing_part(path: Path) -> Path:
 
 
 def require_free_bytes(folder: Path, parts: dict[str, int], what: str, remedy: str) -> None:
-    """Refuses to write what the file system has no room for. One that doesn't tell its size isn't checked.
-
-    Args:
-        folder: where it will lie; needn't exist yet.
-        parts: the bytes that it is made of, by what they hold.
-        what, remedy: subject and last sentence of the message.
-
-    Raises:
-        DiskError: with what is needed, what is free, and where.
-    """
+    """Raises ``DiskError``, with the numbers, where the file system of a ``folder``, which needn't exist yet, has no room for
+    ``parts``, bytes by what they hold. ``what`` and ``remedy`` are subject and last sentence of the message. A file system
+    that doesn't tell its size isn't checked."""
     needed, usage = sum(parts.values()), shutil.disk_usage(existing_part(folder))
     if usage.total == 0 or needed <= usage.free:
         return
@@ -101,18 +94,12 @@ def flush_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def staging_folder(parent: Path, prefix: str, what: str, remedy: str) -> Iterator[Path]:
-    """Makes a fresh folder below ``parent`` for the body; it is removed afterwards, and so are folders that dead runs left.
+    """Makes a fresh folder below ``parent``, which is made too, for the body; it is removed afterwards, and so are folders of
+    this ``prefix`` that dead runs left.
 
-    What can't be removed (files that are still mapped, on NFS) stays until a later call. Folders of live processes are
-    left alone, if the file system supports locks on folders.
-
-    Args:
-        parent: is made if it isn't there.
-        prefix: of the folder's name, and of those that earlier runs left.
-        what, remedy: see :func:`require_free_bytes`.
-
-    Raises:
-        DiskError: the disk refused the folder, or a write in the body. Other errors of the body pass through.
+    What can't be removed (files that are still mapped, on NFS) stays until a later call. Folders of live processes are left
+    alone, if the file system supports locks on folders. Raises ``DiskError`` (see :func:`require_free_bytes`) where the disk
+    refused the folder, or a write in the body; other errors of the body pass through.
     """
     with _faults_explained(parent, what, remedy):
         parent.mkdir(parents=True, exist_ok=True)
@@ -134,20 +121,17 @@ def staging_folder(parent: Path, prefix: str, what: str, remedy: str) -> Iterato
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
     """Holds the folder's lock while the body runs. Yields False if another process holds it, True if there are no locks."""
-    descriptor = None
-    try:
+    with contextlib.ExitStack() as stack:
+        is_free = True
         try:
             descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield False
-            return
+            is_free = False
         except OSError:
             pass  # NFS locks no folders
-        yield True
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
+        yield is_free
 
 
 def _discard(staging: Path) -> None:

@@ -7,15 +7,12 @@ import sys
 from pathlib import Path
 
 from megatrain_accelerate.configs.from_deepspeed import convert
-from megatrain_accelerate.errors import MegatrainError
-
-_FRESH_START = "megatrain"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     either = parser.add_mutually_exclusive_group()
     either.add_argument(
-        "recipe", nargs="?", default=_FRESH_START, choices=sorted(recipes()), metavar="RECIPE", help="default %(default)s"
+        "recipe", nargs="?", default="megatrain", choices=sorted(recipes()), metavar="RECIPE", help="default %(default)s"
     )
     either.add_argument(
         "--from",
@@ -31,11 +28,7 @@ def run(options: argparse.Namespace) -> int:
     if options.source is None:
         sys.stdout.write(recipes()[options.recipe].read_text(encoding="utf-8"))
         return 0
-    try:
-        conversion = convert(options.source)
-    except MegatrainError as error:
-        print(f"megatrain config: {error}", file=sys.stderr)
-        return 1
+    conversion = convert(options.source)
     sys.stdout.write(conversion.yaml(options.source.name))
     if not sys.stdout.isatty():
         print(*conversion.lines(), sep="\n", file=sys.stderr)

@@ -1,7 +1,7 @@
 """What a configuration of DeepSpeed's, or of Accelerate's for it, is here: ``megatrain config --from``.
 
-Little of it has to be carried over, since weights and states lie on the host in any case and a plan chooses the rest. So for
-each key that is given, the user reads why nothing is needed, or what does the same.
+Weights and states lie on the host in any case, and a plan chooses the rest, so little has to be carried over: the user reads,
+for each key that is given, why nothing is needed, or what does the same.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import functools
 import json
+import operator
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
-from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError
 
-_WIDTH = 120
+_PARAGRAPH = textwrap.TextWrapper(
+    120, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+)
 
 
 class Kind(enum.Enum):
@@ -34,9 +37,8 @@ class Kind(enum.Enum):
     UNKNOWN = "Not known, so nothing was made of it"
 
 
-@dataclasses.dataclass(frozen=True)
-class Remark:
-    """What becomes of one key."""
+class Remark(NamedTuple):
+    """What becomes of one key; the text may name its ``{value}``."""
 
     kind: Kind
     text: str
@@ -48,46 +50,30 @@ class Conversion:
 
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Of the accelerate yaml, beside those that each one has."""
-    megatrain_config: dict[str, Any] = dataclasses.field(default_factory=dict)
-    remarks: list[tuple[Remark, list[str]]] = dataclasses.field(default_factory=list)
+    remarks: dict[Remark, list[str]] = dataclasses.field(default_factory=dict)
     """Each with the keys that it is about."""
 
-    def note(self, remark: Remark, key: str) -> None:
-        """Adds a remark; keys of the same one stand together."""
-        for known, keys in self.remarks:
-            if known == remark:
-                keys.append(key)
-                return
-        self.remarks.append((remark, [key]))
+    def note(self, remark: Remark | None, key: str) -> None:
+        """Adds a remark, if there is one; keys of the same one stand together."""
+        if remark is not None:
+            self.remarks.setdefault(remark, []).append(key)
 
     def lines(self) -> Iterator[str]:
         """The remarks as text, by kind."""
         for kind in Kind:
-            of_kind = [(remark.text, keys) for remark, keys in self.remarks if remark.kind is kind]
+            of_kind = {remark.text: keys for remark, keys in self.remarks.items() if remark.kind is kind}
             if of_kind:
                 yield f"{kind.value}:"
-            for text, keys in of_kind:
+            for text, keys in of_kind.items():
                 about = ", ".join(keys)
-                yield from textwrap.wrap(
-                    f"{about}: {text}" if text else about,
-                    _WIDTH,
-                    initial_indent="- ",
-                    subsequent_indent="  ",
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
+                yield from _PARAGRAPH.wrap(f"{about}: {text}" if text else about)
 
     def yaml(self, source: str) -> str:
         """The whole file: settings, then the remarks as comments."""
-        settings = {
-            "compute_environment": "LOCAL_MACHINE",
-            "distributed_type": "MEGATRAIN",
-            "num_processes": 1,
-            "num_machines": 1,
-            **self.settings,
-        }
-        if self.megatrain_config:
-            settings["megatrain_config"] = self.megatrain_config
+        settings = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MEGATRAIN", "num_processes": 1}
+        settings |= {"num_machines": 1, **self.settings}
+        if "megatrain_config" in settings:  # comes last
+            settings["megatrain_config"] = settings.pop("megatrain_config")
         head = f"# Made of {source}. Start a training with: accelerate launch --config THIS_FILE train.py\n"
         remarks = "".join(f"# {line}\n" for line in self.lines())
         return f"{head}{yaml.safe_dump(settings, sort_keys=False)}\n{remarks}"
@@ -95,6 +81,12 @@ class Conversion:
 
 Handler = Callable[[Any, Conversion], "Remark | None"]
 """Makes of a value what there is to say and to set; None where there is nothing to say."""
+
+_do = functools.partial(Remark, Kind.DO)
+_nothing = functools.partial(Remark, Kind.NOTHING)
+_without = functools.partial(Remark, Kind.WITHOUT)
+_is_true = functools.partial(operator.is_, True)
+_is_false = functools.partial(operator.is_, False)
 
 
 def _is_off(value: Any) -> bool:
@@ -104,385 +96,283 @@ def _is_off(value: Any) -> bool:
     return not value or str(value).lower() in ("none", "false", "no")
 
 
-def _nothing(text: str) -> Remark:
-    return Remark(Kind.NOTHING, text)
+def _is(*names: str) -> Callable[[Any], bool]:
+    return lambda value: str(value).lower() in names
 
 
-def _without(text: str) -> Remark:
-    return Remark(Kind.WITHOUT, text)
+def _where(
+    test: Callable[[Any], bool], then: Remark | None, otherwise: Remark | Handler | None = None, **settings: Any
+) -> Handler:
+    """Says one thing of a value that passes the test, and makes these settings, or what these types make of it; says the other
+    thing of one that doesn't."""
+
+    def handle(value: Any, conversion: Conversion) -> Remark | None:
+        if test(value):
+            for name, setting in settings.items():
+                conversion.settings[name] = setting(value) if isinstance(setting, type) else setting
+            return then
+        return otherwise(value, conversion) if callable(otherwise) else otherwise
+
+    return handle
 
 
-def _do(text: str) -> Handler:
-    """A remark that may name the key's ``{value}``."""
-    return lambda value, _: None if _is_off(value) else Remark(Kind.DO, text.format(value=value))
+def _argument(name: str) -> Remark:
+    return _do(f"{name}={{value}} in the script")
 
 
-def _half_precision(value: Any, conversion: Conversion) -> Remark | None:
-    if value is not True:
-        return None
-    conversion.settings["mixed_precision"] = "bf16"
-    return Remark(
-        Kind.DO,
-        "fp16 is refused here, since its gradients need loss scaling. mixed_precision: bf16 is written instead; where the "
-        "script says fp16 (fp16=True, --fp16), it must say bf16",
-    )
-
-
-def _bfloat16(value: Any, conversion: Conversion) -> Remark | None:
-    if value is not True:
-        return None
-    conversion.settings["mixed_precision"] = "bf16"
-    return _nothing("mixed_precision: bf16 in this file; masters and moments are fp32 in any case")
+_FP16 = _do(
+    "fp16 is refused here, since its gradients need loss scaling. mixed_precision: bf16 is written instead; where the "
+    "script says fp16 (fp16=True, --fp16), it must say bf16"
+)
+_CLIPPING = _where(
+    _is_off,
+    _do("max_grad_norm=0 in the script: DeepSpeed didn't clip, and the Trainer's default is 1.0"),
+    _do("max_grad_norm={value} in the script (the Trainer's default is 1.0), or accelerator.clip_grad_norm_ in a loop"),
+)
+_WARMUP = _where(
+    _is("linear"),
+    _nothing("the Trainer's warm-up is linear"),
+    _without(
+        "DeepSpeed's learning rate rises by a logarithm unless warmup_type is linear; the Trainer's is linear, so the first "
+        "warmup_steps have lower rates"
+    ),
+)
+_SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 
 
 def _mixed_precision(value: Any, conversion: Conversion) -> Remark | None:
-    if value in ("bf16", "no", False):  # yaml reads a bare no as false
-        conversion.settings.setdefault("mixed_precision", value or "no")
-    if value in ("bf16", "no", False, None):
+    if value is None:
         return None
-    if value == "fp16":
-        return _half_precision(True, conversion)
+    kept = value or "no"  # yaml reads a bare no as false
+    if kept in ("bf16", "no"):
+        conversion.settings.setdefault("mixed_precision", kept)
+        return None
     conversion.settings["mixed_precision"] = "bf16"
-    return _without(f"{value} isn't supported; mixed_precision: bf16 is written instead")
-
-
-def _offload_device(value: Any, conversion: Conversion) -> Remark:
-    if str(value).lower() == "nvme":
-        return _without(
-            "there is no third tier: what doesn't fit host memory doesn't train. `megatrain estimate MODEL` says what is "
-            "needed; moments_dtype: int8 and host_gradients: passing bring 14 bytes a parameter down to 6"
-        )
-    return _nothing("weights and states live in host memory, and on the GPU as far as it has room: the plan decides")
-
-
-def _accumulation(value: Any, conversion: Conversion) -> Remark | None:
-    if str(value).lower() in ("bf16", "bfloat16"):
-        conversion.megatrain_config["accumulation_dtype"] = "bf16"
-        return _nothing("accumulation_dtype: bf16 in this file")
-    return None if _is_off(value) else _nothing("accumulation_dtype is fp32 by default")
-
-
-def _batch(value: Any, conversion: Conversion) -> Remark:
-    return Remark(
-        Kind.DO,
-        f"{value} sequences a step, over all GPUs: per_device_train_batch_size x gradient_accumulation_steps must be it here",
-    )
-
-
-def _clipping(value: Any, conversion: Conversion) -> Remark:
-    if _is_off(value):
-        return Remark(Kind.DO, "max_grad_norm=0 in the script: DeepSpeed didn't clip, and the Trainer's default is 1.0")
-    return Remark(
-        Kind.DO,
-        f"max_grad_norm={value} in the script (the Trainer's default is 1.0), or accelerator.clip_grad_norm_ in a loop",
-    )
-
-
-_ADAMS = {"adam", "adamw", "deepspeedcpuadam", "fusedadam"}
-_COMPRESSED = {"onebitadam", "zerooneadam", "onebitlamb"}
+    return _FP16 if kept == "fp16" else _without("{value} isn't supported; mixed_precision: bf16 is written instead")
 
 
 def _optimizer(value: Any, conversion: Conversion) -> Remark:
-    how = "a bare Accelerator loop makes its optimizer itself, no accelerate.utils.DummyOptim"
-    if str(value).lower() in _ADAMS:
-        return Remark(Kind.DO, f"{value} is the Trainer's default (AdamW), fused on the host here; {how}")
-    if str(value).lower() in _COMPRESSED:
-        return Remark(Kind.DO, f"{value} compresses traffic between GPUs: with one take the Trainer's default (AdamW); {how}")
-    return Remark(
-        Kind.DO,
-        f"name it in the script: the Trainer's optim, or an optimizer object. Adam and AdamW are fast, {value} would run its "
-        f"own step on the host; {how}",
-    )
-
-
-def _weight_decay_mode(value: Any, conversion: Conversion) -> Remark:
-    if value is not False:
-        return _nothing("AdamW decouples weight decay from the gradient")
-    return Remark(
-        Kind.DO,
-        "DeepSpeed's Adam adds weight decay to the gradient (L2) then: torch.optim.Adam in the Trainer's optimizers= does so, "
-        "AdamW is another training",
-    )
-
-
-def _bias_correction(value: Any, conversion: Conversion) -> Remark:
-    return _without("AdamW corrects the moments' bias") if value is False else _nothing("AdamW corrects the moments' bias")
-
-
-_SCHEDULES = {
-    "warmuplr": "lr_scheduler_type=constant_with_warmup",
-    "warmupdecaylr": "lr_scheduler_type=linear",
-    "warmupcosinelr": "lr_scheduler_type=cosine",
-}
+    if _is("adam", "adamw", "deepspeedcpuadam", "fusedadam")(value):
+        what = "{value} is the Trainer's default (AdamW), fused on the host here"
+    elif _is("onebitadam", "zerooneadam", "onebitlamb")(value):
+        what = "{value} compresses traffic between GPUs: with one take the Trainer's default (AdamW)"
+    else:
+        what = (
+            "name it in the script: the Trainer's optim, or an optimizer object. Adam and AdamW are fast, {value} would run "
+            "its own step on the host"
+        )
+    return _do(f"{what}; a bare Accelerator loop makes its optimizer itself, no accelerate.utils.DummyOptim")
 
 
 def _scheduler(value: Any, conversion: Conversion) -> Remark:
     named = _SCHEDULES.get(str(value).lower())
-    how = (
-        f"{value} is the Trainer's {named}"
-        if named
-        else f"the Trainer has no {value}: give it a torch scheduler in optimizers="
-    )
-    return Remark(Kind.DO, f"{how}; a bare Accelerator loop makes it itself, no accelerate.utils.DummyScheduler")
+    what = f"{{value}} is the Trainer's lr_scheduler_type={named}"
+    if named is None:
+        what = "the Trainer has no {value}: give it a torch scheduler in optimizers="
+    return _do(f"{what}; a bare Accelerator loop makes it itself, no accelerate.utils.DummyScheduler")
 
 
-def _warmup(value: Any, conversion: Conversion) -> Remark:
-    if str(value).lower() == "linear":
-        return _nothing("the Trainer's warm-up is linear")
-    return _without(
-        "DeepSpeed's learning rate rises by a logarithm unless warmup_type is linear; the Trainer's is linear, so the first "
-        "warmup_steps have lower rates"
-    )
-
-
-def _first_rate(value: Any, conversion: Conversion) -> Remark:
-    return (
-        _nothing("the Trainer's warm-up begins with 0") if _is_off(value) else _without("the Trainer's warm-up begins with 0")
-    )
-
-
-def _processes(value: Any, conversion: Conversion) -> None:
-    if str(value).isdigit():
-        conversion.settings["num_processes"] = int(value)
-
-
-def _machines(value: Any, conversion: Conversion) -> Remark | None:
-    if str(value) == "1":
-        return None
-    return Remark(
-        Kind.DO,
-        f"one machine is used, not {value}, and num_processes counts the GPUs of all: set it to this one's. For the same "
-        f"batch multiply the script's per_device_train_batch_size by {value}",
-    )
-
-
-def _argument(name: str, default: int | None = None) -> Handler:
-    said = _do(f"{name}={{value}} in the script")
-    return lambda value, conversion: None if value == default else said(value, conversion)
-
-
-def _cpu(value: Any, conversion: Conversion) -> None:
-    if value is True:
-        conversion.settings["use_cpu"] = True
-
-
-def _gpu(value: Any, conversion: Conversion) -> None:
-    if all(number.strip().isdigit() for number in str(value).split(",")):
-        conversion.settings["gpu_ids"] = str(value)
-
-
-def _replaced(value: Any, conversion: Conversion) -> None:
-    """This file has its own, or the file that is named is read."""
-
-
-_ROWS: tuple[tuple[Remark | Handler, str], ...] = (
+_ROWS: dict[str, Remark | Handler] = {
     # Batch and steps
-    (_batch, "train_batch_size"),
-    (_argument("per_device_train_batch_size"), "train_micro_batch_size_per_gpu"),
-    (
-        _argument("gradient_accumulation_steps", default=1),
-        "gradient_accumulation_steps deepspeed_config.gradient_accumulation_steps",
+    "train_batch_size": _where(
+        lambda _: True,
+        _do(
+            "{value} sequences a step, over all GPUs: per_device_train_batch_size x gradient_accumulation_steps must be "
+            "it here"
+        ),
     ),
-    (_clipping, "gradient_clipping optimizer.params.max_grad_norm deepspeed_config.gradient_clipping"),
-    (_nothing("the Trainer or the Accelerator accumulates"), "managed_gradient_accumulation"),
-    (_argument("dataloader_drop_last"), "dataloader_drop_last"),
+    "train_micro_batch_size_per_gpu": _argument("per_device_train_batch_size"),
+    "gradient_accumulation_steps deepspeed_config.gradient_accumulation_steps": _where(
+        lambda value: value == 1 or _is_off(value), None, _argument("gradient_accumulation_steps")
+    ),
+    "gradient_clipping optimizer.params.max_grad_norm deepspeed_config.gradient_clipping": _CLIPPING,
+    "managed_gradient_accumulation": _nothing("the Trainer or the Accelerator accumulates"),
+    "dataloader_drop_last": _argument("dataloader_drop_last"),
     # Precision
-    (_bfloat16, "bf16.enabled bfloat16.enabled"),
-    (_nothing("a step's arithmetic on masters and moments is fp32"), "bf16 bfloat16"),
-    (_without("masters are fp32"), "bf16.bf16_master_weights_and_grads fp16.fp16_master_weights_and_grads"),
-    (_do("moments_dtype: bf16 below megatrain_config does so"), "bf16.bf16_optimizer_states"),
-    (_half_precision, "fp16.enabled"),
-    (_nothing("bf16 needs no loss scaling"), "fp16"),
-    (_without("NVIDIA's apex and fp8 aren't used; take bf16"), "amp fp8_config"),
-    (_do("mixed_precision: bf16 in this file is torch's autocast"), "torch_autocast"),
-    (_accumulation, "data_types.grad_accum_dtype"),
-    (_mixed_precision, "mixed_precision"),
+    "bf16.enabled bfloat16.enabled": _where(
+        _is_true,
+        _nothing("mixed_precision: bf16 in this file; masters and moments are fp32 in any case"),
+        mixed_precision="bf16",
+    ),
+    "bf16 bfloat16": _nothing("a step's arithmetic on masters and moments is fp32"),
+    "bf16.bf16_master_weights_and_grads fp16.fp16_master_weights_and_grads": _without("masters are fp32"),
+    "bf16.bf16_optimizer_states": _do("moments_dtype: bf16 below megatrain_config does so"),
+    "fp16.enabled": _where(_is_true, _FP16, mixed_precision="bf16"),
+    "fp16": _nothing("bf16 needs no loss scaling"),
+    "amp fp8_config": _without("NVIDIA's apex and fp8 aren't used; take bf16"),
+    "torch_autocast": _do("mixed_precision: bf16 in this file is torch's autocast"),
+    "data_types.grad_accum_dtype": _where(
+        _is("bf16", "bfloat16"),
+        _nothing("accumulation_dtype: bf16 in this file"),
+        _where(_is_off, None, _nothing("accumulation_dtype is fp32 by default")),
+        megatrain_config={"accumulation_dtype": "bf16"},
+    ),
+    "mixed_precision": _mixed_precision,
     # Optimizer and schedule
-    (_optimizer, "optimizer.type"),
-    (_argument("learning_rate"), "optimizer.params.lr scheduler.params.warmup_max_lr"),
-    (_do("adam_beta1 and adam_beta2 of the script: {value}"), "optimizer.params.betas"),
-    (_argument("adam_epsilon"), "optimizer.params.eps"),
-    (_argument("weight_decay"), "optimizer.params.weight_decay"),
-    (_do("give it to the script's optimizer: {value}"), "optimizer.params"),
-    (
-        _nothing("Adam and AdamW have a fused kernel on the host; any other torch optimizer runs too"),
-        "optimizer.params.torch_adam optimizer.legacy_fusion zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
+    "optimizer.type": _optimizer,
+    "optimizer.params.lr scheduler.params.warmup_max_lr": _argument("learning_rate"),
+    "optimizer.params.betas": _do("adam_beta1 and adam_beta2 of the script: {value}"),
+    "optimizer.params.eps": _argument("adam_epsilon"),
+    "optimizer.params.weight_decay": _argument("weight_decay"),
+    "optimizer.params": _do("give it to the script's optimizer: {value}"),
+    "optimizer.params.torch_adam optimizer.legacy_fusion zero_allow_untested_optimizer zero_force_ds_cpu_optimizer": _nothing(
+        "Adam and AdamW have a fused kernel on the host; any other torch optimizer runs too"
     ),
-    (_weight_decay_mode, "optimizer.params.adam_w_mode optimizer.params.adamw_mode"),
-    (_bias_correction, "optimizer.params.bias_correction"),
-    (_nothing("no traffic between GPUs is compressed"), "optimizer.params.freeze_step"),
-    (_scheduler, "scheduler.type"),
-    (_argument("warmup_steps"), "scheduler.params.warmup_num_steps"),
-    (_nothing("the Trainer knows how many steps there are"), "scheduler.params.total_num_steps"),
-    (_nothing("the Trainer begins where its checkpoint ended"), "scheduler.params.last_batch_iteration"),
-    (_warmup, "scheduler.params.warmup_type"),
-    (_first_rate, "scheduler.params.warmup_min_lr"),
-    (
-        _do("lr_scheduler_type=cosine_with_min_lr and lr_scheduler_kwargs={{'min_lr_rate': {value}}} in the script"),
-        "scheduler.params.cos_min_ratio",
+    "optimizer.params.adam_w_mode optimizer.params.adamw_mode": _where(
+        _is_false,
+        _do(
+            "DeepSpeed's Adam adds weight decay to the gradient (L2) then: torch.optim.Adam in the Trainer's optimizers= "
+            "does so, AdamW is another training"
+        ),
+        _nothing("AdamW decouples weight decay from the gradient"),
     ),
-    (_do("give it to a scheduler of the script's own: {value}"), "scheduler.params"),
+    "optimizer.params.bias_correction": _where(
+        _is_false, *(kind("AdamW corrects the moments' bias") for kind in (_without, _nothing))
+    ),
+    "optimizer.params.freeze_step": _nothing("no traffic between GPUs is compressed"),
+    "scheduler.type": _scheduler,
+    "scheduler.params.warmup_num_steps": _argument("warmup_steps"),
+    "scheduler.params.total_num_steps": _nothing("the Trainer knows how many steps there are"),
+    "scheduler.params.last_batch_iteration": _nothing("the Trainer begins where its checkpoint ended"),
+    "scheduler.params.warmup_type": _WARMUP,
+    "scheduler.params.warmup_min_lr": _where(
+        _is_off, *(kind("the Trainer's warm-up begins with 0") for kind in (_nothing, _without))
+    ),
+    "scheduler.params.cos_min_ratio": _do(
+        "lr_scheduler_type=cosine_with_min_lr and lr_scheduler_kwargs={{'min_lr_rate': {value}}} in the script"
+    ),
+    "scheduler.params": _do("give it to a scheduler of the script's own: {value}"),
     # ZeRO: where weights and states lie
-    (
-        _nothing("there are no stages: the plan decides what lies on the GPU"),
-        "zero.stage deepspeed_config.zero_stage zero.offload_optimizer.ratio",
+    "zero.stage deepspeed_config.zero_stage zero.offload_optimizer.ratio": _nothing(
+        "there are no stages: the plan decides what lies on the GPU"
     ),
-    (
-        _offload_device,
-        "zero.offload_optimizer.device zero.offload_param.device zero.cpu_offload zero.cpu_offload_param "
-        "zero.cpu_offload_params deepspeed_config.offload_optimizer_device deepspeed_config.offload_param_device",
+    "zero.offload_optimizer.device zero.offload_param.device zero.cpu_offload zero.cpu_offload_param "
+    "zero.cpu_offload_params deepspeed_config.offload_optimizer_device deepspeed_config.offload_param_device": _where(
+        _is("nvme"),
+        _without(
+            "there is no third tier: what doesn't fit host memory doesn't train. `megatrain estimate MODEL` says what is "
+            "needed; moments_dtype: int8 and host_gradients: passing bring 14 bytes a parameter down to 6"
+        ),
+        _nothing("weights and states live in host memory, and on the GPU as far as it has room: the plan decides"),
     ),
-    (
-        _nothing("what is copied is page-locked in any case"),
-        "zero.offload_optimizer.pin_memory zero.offload_param.pin_memory zero.cpu_offload_use_pin_memory",
+    "zero.offload_optimizer.pin_memory zero.offload_param.pin_memory zero.cpu_offload_use_pin_memory": _nothing(
+        "what is copied is page-locked in any case"
     ),
-    (
-        _nothing("the store's buffers follow from the model"),
-        "zero.offload_optimizer.buffer_count zero.offload_param.buffer_count zero.offload_param.buffer_size",
+    "zero.offload_optimizer.buffer_count zero.offload_param.buffer_count zero.offload_param.buffer_size": _nothing(
+        "the store's buffers follow from the model"
     ),
-    (
-        _without("nothing goes to NVMe"),
-        "zero.offload_param.max_in_cpu "
-        "zero.offload_optimizer.nvme_path zero.offload_param.nvme_path zero.offload_optimizer.pipeline "
-        "zero.offload_optimizer.pipeline_read zero.offload_optimizer.pipeline_write zero.offload_optimizer.fast_init aio "
-        "deepspeed_config.offload_optimizer_nvme_path deepspeed_config.offload_param_nvme_path",
+    "zero.offload_param.max_in_cpu "
+    "zero.offload_optimizer.nvme_path zero.offload_param.nvme_path zero.offload_optimizer.pipeline "
+    "zero.offload_optimizer.pipeline_read zero.offload_optimizer.pipeline_write zero.offload_optimizer.fast_init aio "
+    "deepspeed_config.offload_optimizer_nvme_path deepspeed_config.offload_param_nvme_path": _without("nothing goes to NVMe"),
+    "zero.sub_group_size zero.offload_optimizer.super_offload": _nothing(
+        "AdamW on the host runs layer by layer, under the next forward (under backward without clipping)"
     ),
-    (
-        _nothing("AdamW on the host runs layer by layer, under the next forward (under backward without clipping)"),
-        "zero.sub_group_size zero.offload_optimizer.super_offload",
+    "zero.offload_optimizer.cpuadam_cores_perc": _do(
+        "host_threads below megatrain_config is their number; by default the CPUs, less two (it was a share of {value})"
     ),
-    (
-        _do("host_threads below megatrain_config is their number; by default the CPUs, less two (it was a share of {value})"),
-        "zero.offload_optimizer.cpuadam_cores_perc",
+    "zero.zenflow": _without("every gradient is applied in the step that it belongs to"),
+    "zero.stage3_max_live_parameters zero.stage3_max_reuse_distance zero.stage3_prefetch_bucket_size "
+    "zero.stage3_param_persistence_threshold zero.stage3_model_persistence_threshold "
+    "zero.stage3_module_granularity_threshold zero.max_live_parameters zero.max_reuse_distance "
+    "zero.prefetch_bucket_size zero.param_persistence_threshold zero.model_persistence_threshold "
+    "zero.module_granularity_threshold zero.memory_efficient_linear": _nothing(
+        "layers are fetched ahead, in the order of the model's calls, and what fits stays on the GPU"
     ),
-    (_without("every gradient is applied in the step that it belongs to"), "zero.zenflow"),
-    (
-        _nothing("layers are fetched ahead, in the order of the model's calls, and what fits stays on the GPU"),
-        "zero.stage3_max_live_parameters zero.stage3_max_reuse_distance zero.stage3_prefetch_bucket_size "
-        "zero.stage3_param_persistence_threshold zero.stage3_model_persistence_threshold "
-        "zero.stage3_module_granularity_threshold zero.max_live_parameters zero.max_reuse_distance "
-        "zero.prefetch_bucket_size zero.param_persistence_threshold zero.model_persistence_threshold "
-        "zero.module_granularity_threshold zero.memory_efficient_linear",
+    "zero.overlap_comm": _nothing("copies run beside the computation in any case"),
+    "zero.allgather_bucket_size zero.allgather_partitions zero.allgather_sequential zero.contiguous_gradients "
+    "zero.legacy_stage1 zero.mics_hierarchical_params_gather zero.mics_shard_size zero.parameter_alignment "
+    "zero.reduce_bucket_size zero.reduce_scatter zero.round_robin_gradients zero.stage3_use_all_reduce_for_fetch_params "
+    "zero.use_all_reduce_for_fetch_params zero.use_multi_rank_bucket_allreduce zero.zero_hpz_partition_size "
+    "communication_data_type disable_allgather gradient_allreduce_op gradient_predivide_factor prescale_gradients "
+    "seq_parallel_communication_data_type seq_parallel_comm_data_type sparse_gradients": _nothing(
+        "it is about traffic between GPUs, and there is one"
     ),
-    (_nothing("copies run beside the computation in any case"), "zero.overlap_comm"),
-    (
-        _nothing("it is about traffic between GPUs, and there is one"),
-        "zero.allgather_bucket_size zero.allgather_partitions zero.allgather_sequential zero.contiguous_gradients "
-        "zero.legacy_stage1 zero.mics_hierarchical_params_gather zero.mics_shard_size zero.parameter_alignment "
-        "zero.reduce_bucket_size zero.reduce_scatter zero.round_robin_gradients zero.stage3_use_all_reduce_for_fetch_params "
-        "zero.use_all_reduce_for_fetch_params zero.use_multi_rank_bucket_allreduce zero.zero_hpz_partition_size "
-        "communication_data_type disable_allgather gradient_allreduce_op gradient_predivide_factor prescale_gradients "
-        "seq_parallel_communication_data_type seq_parallel_comm_data_type sparse_gradients",
+    "zero.stage3_gather_16bit_weights_on_model_save zero.stage3_gather_fp16_weights_on_model_save "
+    "zero.gather_16bit_weights_on_model_save zero.elastic_checkpoint zero.load_from_fp32_weights "
+    "zero.pipeline_loading_checkpoint checkpoint deepspeed_config.zero3_save_16bit_model": _nothing(
+        "checkpoints have the whole weights, under the stock names, in any case"
     ),
-    (
-        _nothing("checkpoints have the whole weights, under the stock names, in any case"),
-        "zero.stage3_gather_16bit_weights_on_model_save zero.stage3_gather_fp16_weights_on_model_save "
-        "zero.gather_16bit_weights_on_model_save zero.elastic_checkpoint zero.load_from_fp32_weights "
-        "zero.pipeline_loading_checkpoint checkpoint deepspeed_config.zero3_save_16bit_model",
+    "zero.zero_quantized_gradients zero.zero_quantized_weights zero.zero_quantized_nontrainable_weights "
+    "zero.zeropp_loco_param compression_training quantize_training weight_quantization": _without(
+        "weights and gradients aren't quantised or compressed"
     ),
-    (
-        _without("weights and gradients aren't quantised or compressed"),
-        "zero.zero_quantized_gradients zero.zero_quantized_weights zero.zero_quantized_nontrainable_weights "
-        "zero.zeropp_loco_param compression_training quantize_training weight_quantization",
+    "zero.leaf_module": _do(
+        "layer_classes below megatrain_config names the modules that stream, where the model's own list doesn't do"
     ),
-    (
-        _do("layer_classes below megatrain_config names the modules that stream, where the model's own list doesn't do"),
-        "zero.leaf_module",
+    "deepspeed_config.deepspeed_moe_layer_cls_names": _nothing(
+        "layers are found by the model's own list; a mixture's experts stream with their layer, or in parts"
     ),
-    (
-        _nothing("layers are found by the model's own list; a mixture's experts stream with their layer, or in parts"),
-        "deepspeed_config.deepspeed_moe_layer_cls_names",
+    "zero.compute_grad_norm": _nothing("norms are taken where somebody clips by them or logs them"),
+    "zero.ignore_unused_parameters": _nothing("a parameter without a gradient isn't stepped"),
+    "zero.override_module_apply deepspeed_config.zero3_init_flag": _nothing(
+        "weights are taken over from the loaded model, layer by layer, without a second copy"
     ),
-    (_nothing("norms are taken where somebody clips by them or logs them"), "zero.compute_grad_norm"),
-    (_nothing("a parameter without a gradient isn't stepped"), "zero.ignore_unused_parameters"),
-    (
-        _nothing("weights are taken over from the loaded model, layer by layer, without a second copy"),
-        "zero.override_module_apply deepspeed_config.zero3_init_flag",
-    ),
-    (_nothing("an optimizer's states are in host memory"), "zero.save_muon_momentum_buffer_in_memory"),
+    "zero.save_muon_momentum_buffer_in_memory": _nothing("an optimizer's states are in host memory"),
     # What is computed, and how
-    (_nothing("the plan keeps, recomputes or offloads each layer's activations"), "activation_checkpointing"),
-    (_nothing("layers are compiled where that pays (compile_layers)"), "compile graph_harvesting dynamo_config"),
-    (_nothing("a plan is made for the model, the batch and the machine"), "autotuning elasticity"),
-    (_nothing("generation holds weights on the GPU as far as they fit (evaluation_weights)"), "hybrid_engine"),
-    (_nothing("it is the model's or the script's"), "vocabulary_size disable_python_gc"),
-    (_without("attention is the model's own"), "sparse_attention"),
-    (
-        _without("it changes the data or the model, which are the script's"),
-        "curriculum_learning data_efficiency progressive_layer_drop eigenvalue",
+    "activation_checkpointing": _nothing("the plan keeps, recomputes or offloads each layer's activations"),
+    "compile graph_harvesting dynamo_config": _nothing("layers are compiled where that pays (compile_layers)"),
+    "autotuning elasticity": _nothing("a plan is made for the model, the batch and the machine"),
+    "hybrid_engine": _nothing("generation holds weights on the GPU as far as they fit (evaluation_weights)"),
+    "vocabulary_size disable_python_gc": _nothing("it is the model's or the script's"),
+    "sparse_attention": _without("attention is the model's own"),
+    "curriculum_learning data_efficiency progressive_layer_drop eigenvalue": _without(
+        "it changes the data or the model, which are the script's"
     ),
-    (
-        _without("the model isn't split over GPUs: one is used"),
-        "expert_parallel pipeline sequence_parallel_size tensor_parallel use_data_before_expert_parallelism "
-        "use_data_before_expert_parallel_ fsdp_config megatron_lm_config parallelism_config",
+    "expert_parallel pipeline sequence_parallel_size tensor_parallel use_data_before_expert_parallelism "
+    "use_data_before_expert_parallel_ fsdp_config megatron_lm_config parallelism_config": _without(
+        "the model isn't split over GPUs: one is used"
     ),
     # What is told
-    (
-        _nothing("the Trainer's logs have speed, memory and waits; `megatrain trace` draws a step"),
-        "comms_logger dump_state flops_profiler log_level memory_breakdown steps_per_print timers wall_clock_breakdown "
-        "zero.enable_sanity_checks zero.log_trace_cache_warnings",
+    "comms_logger dump_state flops_profiler log_level memory_breakdown steps_per_print timers wall_clock_breakdown "
+    "zero.enable_sanity_checks zero.log_trace_cache_warnings": _nothing(
+        "the Trainer's logs have speed, memory and waits; `megatrain trace` draws a step"
     ),
-    (_do("trackers are the script's: report_to of the Trainer"), "comet csv_monitor monitor_config tensorboard wandb"),
+    "comet csv_monitor monitor_config tensorboard wandb": _do("trackers are the script's: report_to of the Trainer"),
     # Of Accelerate's yaml
-    (_cpu, "use_cpu"),
-    (_gpu, "gpu_ids"),
-    (_processes, "num_processes"),
-    (_machines, "num_machines"),
-    (_replaced, "compute_environment distributed_type deepspeed_config.deepspeed_config_file"),
-    (
-        _nothing("there is one machine"),
-        "commands command_file ipex_config mpirun_config tpu_name tpu_zone "
-        "machine_rank main_process_ip main_process_port rdzv_backend same_network main_training_function downcast_bf16 debug "
-        "enable_cpu_affinity tpu_env tpu_use_cluster tpu_use_sudo deepspeed_config.deepspeed_hostfile "
-        "deepspeed_config.deepspeed_multinode_launcher deepspeed_config.deepspeed_inclusion_filter "
-        "deepspeed_config.deepspeed_exclusion_filter",
+    "use_cpu": _where(_is_true, None, use_cpu=True),
+    "gpu_ids": _where(lambda value: all(number.strip().isdigit() for number in str(value).split(",")), None, gpu_ids=str),
+    "num_processes": _where(lambda value: str(value).isdigit(), None, num_processes=int),
+    "num_machines": _where(
+        _is("1"),
+        None,
+        _do(
+            "one machine is used, not {value}, and num_processes counts the GPUs of all: set it to this one's. For the "
+            "same batch multiply the script's per_device_train_batch_size by {value}"
+        ),
     ),
-)
-KEYS = {key.replace("zero.", "zero_optimization."): entry for entry, keys in _ROWS for key in keys.split()}
+    # This file has its own, or the file that is named is read.
+    "compute_environment distributed_type deepspeed_config.deepspeed_config_file": _where(_is_off, None),
+    "commands command_file ipex_config mpirun_config tpu_name tpu_zone "
+    "machine_rank main_process_ip main_process_port rdzv_backend same_network main_training_function downcast_bf16 debug "
+    "enable_cpu_affinity tpu_env tpu_use_cluster tpu_use_sudo deepspeed_config.deepspeed_hostfile "
+    "deepspeed_config.deepspeed_multinode_launcher deepspeed_config.deepspeed_inclusion_filter "
+    "deepspeed_config.deepspeed_exclusion_filter": _nothing("there is one machine"),
+}
+KEYS = {key.replace("zero.", "zero_optimization."): entry for keys, entry in _ROWS.items() for key in keys.split()}
 """By key, with the sections before it; that of a section counts for what isn't named of it."""
-_BY_ARGUMENTS = {"fp16.enabled": Remark(Kind.DO, "where the script says fp16 (fp16=True, --fp16), it must say bf16")}
+_BY_ARGUMENTS = {"fp16.enabled": _do("where the script says fp16 (fp16=True, --fp16), it must say bf16")}
 """What else there is to say of a key whose value is ``auto``."""
 _SECTIONS = {key[: dot.start()] for key in KEYS for dot in re.finditer(r"\.", key)}
 
 
 def convert(path: Path) -> Conversion:
-    """Reads a configuration of DeepSpeed's (JSON), or of Accelerate's (yaml), and the one that it names.
-
-    Raises:
-        ConfigError: the file isn't there, or is neither.
-    """
+    """Reads a configuration of DeepSpeed's (JSON), or of Accelerate's (yaml), and the one that it names. Raises
+    ``ConfigError`` where a file isn't there, or is neither."""
     conversion = Conversion()
     conversion.note(
-        Remark(
-            Kind.DO, "leave it out, or the run is refused: --deepspeed, deepspeed=..., DeepSpeedPlugin, the launcher's flags"
-        ),
+        _do("leave it out, or the run is refused: --deepspeed, deepspeed=..., DeepSpeedPlugin, the launcher's flags"),
         "deepspeed",
     )
-    given = _read(path)
-    _walk(given, "", conversion)
-    _what_is_not_said(given, conversion)
-    section = given.get("deepspeed_config")
+    section = _take_over(path, conversion).get("deepspeed_config")
     if isinstance(section, Mapping) and (named := section.get("deepspeed_config_file")):
         # Accelerate takes it as seen from where it is started.
-        found = _read(Path(named) if Path(named).exists() else path.parent / named)
-        _walk(found, "", conversion)
-        _what_is_not_said(found, conversion)
-    MegatrainConfig.from_mapping(conversion.megatrain_config)
+        _take_over(Path(named) if Path(named).exists() else path.parent / named, conversion)
     return conversion
 
 
-def _what_is_not_said(given: Mapping[str, Any], conversion: Conversion) -> None:
-    """DeepSpeed's own file leaves out what is another default in the Trainer."""
-    if "zero_optimization" not in given:
-        return
-    optimizer, scheduler = (given.get(name) or {} for name in ("optimizer", "scheduler"))
-    if "gradient_clipping" not in given and "max_grad_norm" not in (optimizer.get("params") or {}):
-        conversion.note(_clipping(None, conversion), "gradient_clipping")
-    if "warmup_type" not in (scheduler.get("params") or {}) and str(scheduler.get("type")).lower() in _SCHEDULES:
-        conversion.note(_warmup(None, conversion), "scheduler.params.warmup_type")
-
-
-def _read(path: Path) -> Mapping[str, Any]:
+def _take_over(path: Path, conversion: Conversion) -> Mapping[str, Any]:
+    """Notes what a file says, and, of DeepSpeed's own, what it leaves out that is another default in the Trainer."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -496,6 +386,13 @@ def _read(path: Path) -> Mapping[str, Any]:
             raise ConfigError(f"{path} is neither JSON ({not_json}) nor yaml") from error
     if not isinstance(given, Mapping):
         raise ConfigError(f"{path} has no keys: a configuration of DeepSpeed's or Accelerate's was expected")
+    _walk(given, "", conversion)
+    if "zero_optimization" in given:
+        optimizer, scheduler = (given.get(name) or {} for name in ("optimizer", "scheduler"))
+        if "gradient_clipping" not in given and "max_grad_norm" not in (optimizer.get("params") or {}):
+            conversion.note(_CLIPPING(None, conversion), "gradient_clipping")
+        if "warmup_type" not in (scheduler.get("params") or {}) and str(scheduler.get("type")).lower() in _SCHEDULES:
+            conversion.note(_WARMUP(None, conversion), "scheduler.params.warmup_type")
     return given
 
 
@@ -506,8 +403,8 @@ def _walk(section: Mapping[str, Any], prefix: str, conversion: Conversion) -> No
             continue
         if isinstance(value, Mapping) and key in _SECTIONS:
             _walk(value, f"{key}.", conversion)
-        elif (remark := _remark(key, value, conversion)) is not None:
-            conversion.note(remark, key)
+        else:
+            conversion.note(_remark(key, value, conversion), key)
 
 
 def _remark(key: str, value: Any, conversion: Conversion) -> Remark | None:
@@ -515,6 +412,10 @@ def _remark(key: str, value: Any, conversion: Conversion) -> Remark | None:
     if entry is None:
         near = difflib.get_close_matches(key, KEYS, 1, 0.9)
         return Remark(Kind.UNKNOWN, f"did you mean {near[0]}?" if near else "")
+    if value == "auto" and not (isinstance(entry, Remark) and entry.kind is not Kind.DO):
+        return _BY_ARGUMENTS.get(key, Remark(Kind.AUTO, ""))
     if not isinstance(entry, Remark):
-        return _BY_ARGUMENTS.get(key, Remark(Kind.AUTO, "")) if value == "auto" else entry(value, conversion)
-    return None if entry.kind is Kind.WITHOUT and _is_off(value) else entry
+        remark = entry(value, conversion)
+    else:
+        remark = None if entry.kind is not Kind.NOTHING and _is_off(value) else entry
+    return remark and remark._replace(text=remark.text.format(value=value))

@@ -28,7 +28,7 @@ from megatrain_accelerate.config import usable_cpu_count
 from megatrain_accelerate.errors import HostMemoryError, KernelError, PatchError
 from megatrain_accelerate.integrations import import_hook
 from megatrain_accelerate.integrations.patches import PATCHES, TESTED_VERSIONS
-from megatrain_accelerate.integrations.wrapping import ensure_ready
+from megatrain_accelerate.integrations.wrapping import ensure_ready, installed_version
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.parallel.huge_file import open_huge_file
 from megatrain_accelerate.plan.machine import (
@@ -117,8 +117,7 @@ def versions() -> list[Finding]:
     """What is installed, and whether the patches were tested with it."""
     installed: dict[str, Value] = {"megatrain_accelerate": __version__, "python": platform.python_version()}
     installed |= {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": _driver_version()}
-    for package in TESTED_VERSIONS:
-        installed[package] = _version(package)
+    installed |= {package: installed_version(package) for package in TESTED_VERSIONS}
     text = ", ".join(f"{name} {version}" for name, version in installed.items() if version is not None)
     findings = [Finding("versions", "ok", text, values=installed)]
     for package, tested in TESTED_VERSIONS.items():
@@ -127,12 +126,6 @@ def versions() -> list[Finding]:
             remedy = f"pip install '{package}=={tested.split()[-1]}' if something is wrong"
             findings.append(Finding(f"{package} {version}", "note", f"the patches were tested with {tested}", remedy))
     return findings
-
-
-def _version(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
 
 
 def _is_tested(version: str, tested: str) -> bool:
@@ -149,10 +142,8 @@ def _driver_version() -> str | None:
     """The GPU driver's, as ``nvidia-smi`` says it; None without one."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
-        return (
-            subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()[0].strip()
-            or None
-        )
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return found.stdout.splitlines()[0].strip() or None
     return None
 
 
@@ -172,31 +163,26 @@ def hooks() -> list[Finding]:
     elif failure is not None or not import_hook.is_installed():
         text = f"the plugin can't be loaded with torch ({type(failure).__name__}: {failure})"
     else:
-        return _patches()
+        packages = sorted({patch.package for patch in PATCHES if importlib.util.find_spec(patch.package) is not None})
+        patched = [patch for patch in PATCHES if patch.package in packages]
+        for module in dict.fromkeys(patch.module for patch in patched):
+            importlib.import_module(module)
+        try:
+            ensure_ready()
+            text = f"installed; all {len(patched)} patches of {', '.join(packages)} fit"
+            return [Finding("hooks", "ok", text, values={"hooks": True, "patches": len(patched)})]
+        except PatchError as error:
+            text, remedy = str(error), "install a tested version, see above"
     return [Finding("hooks", "broken", text, remedy, {"hooks": False})]
-
-
-def _patches() -> list[Finding]:
-    packages = sorted({patch.package for patch in PATCHES if importlib.util.find_spec(patch.package) is not None})
-    patched = [patch for patch in PATCHES if patch.package in packages]
-    for module in dict.fromkeys(patch.module for patch in patched):
-        importlib.import_module(module)
-    try:
-        ensure_ready()
-    except PatchError as error:
-        return [Finding("hooks", "broken", str(error), "install a tested version, see above", {"hooks": False})]
-    text = f"installed; all {len(patched)} patches of {', '.join(packages)} fit"
-    return [Finding("hooks", "ok", text, values={"hooks": True, "patches": len(patched)})]
 
 
 def kernels() -> list[Finding]:
     """Whether the compiled host kernels are there, and in which instruction set they run."""
     try:
-        found = HostKernels()
+        with contextlib.closing(HostKernels()) as found:
+            threads, chosen = found.threads, found.instruction_set
     except KernelError as error:
         return [Finding("host kernels", "broken", str(error), _REINSTALL)]
-    threads, chosen = found.threads, found.instruction_set
-    found.close()
     values: dict[str, Value] = {"instruction_set": chosen, "host_threads": threads}
     text = f"{chosen}, {threads} threads"
     if chosen == "baseline":
@@ -298,27 +284,22 @@ def disk(folder: Path) -> list[Finding]:
 
 
 def measure_link(device: torch.device) -> tuple[float, float, float]:
-    """Bytes a second from registered host memory to the GPU, from it, and the sum of both at once on two streams.
-
-    Raises:
-        HostMemoryError: the driver refuses to register memory.
-    """
-    memory = HostMemory(_COPY_BYTES, register=True)
-    try:
+    """Bytes a second from registered host memory to the GPU, from it, and the sum of both at once on two streams. Raises
+    ``HostMemoryError`` where the driver refuses to register memory."""
+    with contextlib.closing(HostMemory(_COPY_BYTES, register=True)) as memory:
         host = memory.tensor(0, (_COPY_BYTES,), torch.uint8).zero_()
         memory.register()
         there = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
         h2d = seconds_of(device, lambda: there.copy_(host, non_blocking=True), min)
         d2h = seconds_of(device, lambda: host.copy_(there, non_blocking=True), min)
         both = seconds_of_both(there, host)
-    finally:
-        memory.close()
     return _COPY_BYTES / h2d, _COPY_BYTES / d2h, sum(_COPY_BYTES / seconds for seconds in both)
 
 
-def measure_host(kernels: HostKernels, elements: int) -> tuple[float, float]:
+def measure_host(kernels: HostKernels, most: int) -> tuple[float, float]:
     """Parameters a second that AdamW steps with all threads, and bytes a second of a plain sum of its fp32 arrays: what the
-    memory gives."""
+    memory gives. Of no more elements than an eighth of the free memory holds."""
+    elements = max(1 << 20, min(most, available_host_bytes() // (8 * BYTES_A_PARAMETER)))
     hi, residual, moments, gradient = step_arrays(kernels, elements)
     cpu = torch.device("cpu")
     step = seconds_of(cpu, lambda: kernels.adamw(hi, residual, moments, gradient, STEP_ARGUMENTS), min)
@@ -331,15 +312,13 @@ def link(device: torch.device) -> list[Finding]:
     try:
         speeds = measure_link(device)
     except HostMemoryError as error:
-        remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
-        return [Finding("link", "broken", str(error), remedy)]
+        return [Finding("link", "broken", str(error), "ulimit -l unlimited, or docker run --ulimit memlock=-1")]
     with contextlib.closing(HostKernels()) as kernels:
         path = speeds_path(device, kernels)
         machine = measured_machine(device, kernels)
         count = len(kept_speeds(path))
-        step, _ = measure_host(kernels, _elements(_MOST_ELEMENTS))
-    slower = min(speeds[:2])
-    return [link_finding(*speeds), plan_finding(machine, slower, step, str(path), count)]
+        step, _ = measure_host(kernels, _MOST_ELEMENTS)
+    return [link_finding(*speeds), plan_finding(machine, min(speeds[:2]), step, str(path), count)]
 
 
 def link_finding(*speeds: float) -> Finding:
@@ -364,13 +343,8 @@ def link_finding(*speeds: float) -> Finding:
 def host_speeds(has_gpu: bool) -> list[Finding]:
     with contextlib.closing(HostKernels()) as kernels:
         # A machine without a GPU is looked at quickly.
-        speeds = measure_host(kernels, _elements(_MOST_ELEMENTS if has_gpu else _MOST_ELEMENTS // 16))
+        speeds = measure_host(kernels, _MOST_ELEMENTS if has_gpu else _MOST_ELEMENTS // 16)
         return [host_finding(*speeds, kernels.threads, has_gpu)]
-
-
-def _elements(most: int) -> int:
-    """No more than an eighth of the free memory holds."""
-    return max(1 << 20, min(most, available_host_bytes() // (8 * BYTES_A_PARAMETER)))
 
 
 def host_finding(step_parameters: float, probe_bytes: float, threads: int, has_gpu: bool) -> Finding:

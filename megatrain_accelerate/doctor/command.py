@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 120
 _MARKS = {"ok": "ok", "note": "note", "slow": "SLOW", "broken": "BROKEN"}
+_TITLES = {"broken": "Training won't run:", "slow": "Training will be slower than it could be:", "note": "Worth knowing:"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +29,10 @@ def run(options: argparse.Namespace) -> int:
     from megatrain_accelerate.doctor import checks
 
     findings = list(checks.examine(options.folder, measures=not options.no_speed))
-    print(json.dumps(as_json(findings), indent=2) if options.json else table(findings))
-    return int(any(finding.state == "broken" for finding in findings))
+    fit = all(finding.state != "broken" for finding in findings)
+    report = {"fit": fit, "findings": [dataclasses.asdict(finding) for finding in findings]}
+    print(json.dumps(report, indent=2) if options.json else table(findings))
+    return int(not fit)
 
 
 def table(findings: Sequence[Finding]) -> str:
@@ -39,12 +42,7 @@ def table(findings: Sequence[Finding]) -> str:
     for finding in findings:
         head = f"{_MARKS[finding.state]:<6}  {finding.name:<{name_width}}  "
         lines += textwrap.wrap(finding.text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
-    titles = {
-        "broken": "Training won't run:",
-        "slow": "Training will be slower than it could be:",
-        "note": "Worth knowing:",
-    }
-    for state, title in titles.items():
+    for state, title in _TITLES.items():
         chosen = [f"{finding.name}: {finding.remedy}" for finding in findings if finding.state == state and finding.remedy]
         lines += ["", title] if chosen else []
         for text in chosen:
@@ -52,10 +50,3 @@ def table(findings: Sequence[Finding]) -> str:
     if all(finding.state in ("ok", "note") for finding in findings):
         lines += ["", "Nothing keeps this machine from training."]
     return "\n".join(lines)
-
-
-def as_json(findings: Sequence[Finding]) -> dict[str, object]:
-    return {
-        "fit": not any(finding.state == "broken" for finding in findings),
-        "findings": [dataclasses.asdict(finding) for finding in findings],
-    }

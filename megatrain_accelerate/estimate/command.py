@@ -9,12 +9,10 @@ import itertools
 import json
 import math
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatrain_accelerate.errors import MegatrainError
 from megatrain_accelerate.estimate import USUAL_LENGTH
 from megatrain_accelerate.units import GB, GIB, KIB, MIB
 
@@ -124,8 +122,5 @@ def run(options: argparse.Namespace) -> int:
         if options.plot is not None:
             report.plot(found, options.plot)
         return 0 if found.fits else 1
-    except MegatrainError as error:
-        print(f"megatrain estimate: {error}", file=sys.stderr)
-        return 1
     finally:
         gc.enable()

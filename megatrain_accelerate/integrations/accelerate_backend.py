@@ -20,7 +20,6 @@ from megatrain_accelerate.engine import Engine, all_engines, engine_of
 from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedError
 from megatrain_accelerate.integrations.shared_parts import refuse_calls, take_over
 from megatrain_accelerate.integrations.telemetry import trace_if_asked
-from megatrain_accelerate.integrations.training_arguments import reserved_share
 from megatrain_accelerate.integrations.wrapping import arguments_of
 from megatrain_accelerate.layers.runtime import streamed_among
 from megatrain_accelerate.layers.watched_parameters import unwatched
@@ -32,11 +31,7 @@ from megatrain_accelerate.store.parameter import ParameterState
 
 logger = logging.getLogger(__name__)
 
-_step_hooks: list[Any] = []
-"""They look at all optimizers' steps from the first prepared model on. Writes of one that wasn't
-prepared are found by the weights' versions, but for those of torch's fused kernels."""
-
-# Attributes of an Accelerator.
+# Attributes of an Accelerator: optimizers, by their ids, that are adopted as soon as their model is prepared, and modules.
 _WAITING = "_megatrain_waiting_optimizers"
 _TOGETHER = "_megatrain_prepared_together"
 
@@ -47,12 +42,8 @@ def _engines(accelerator: Any) -> list[Engine]:
 
 
 def require_servable(accelerator: Any) -> None:
-    """Checks that this Accelerator can be served: when it is made, and when it prepares, since ``enable()`` may come later.
-
-    Raises:
-        ConfigError: there is no GPU and the CPU wasn't asked for.
-        UnsupportedError: fp16, fp8, or whole-model compilation.
-    """
+    """Raises ``ConfigError`` where there is no GPU and the CPU wasn't asked for, ``UnsupportedError`` for fp16, fp8, or
+    whole-model compilation: when an Accelerator is made, and when it prepares, since ``enable()`` may come later."""
     if accelerator.device.type not in ("cuda", "cpu"):
         raise UnsupportedError(
             f"megatrain streams to CUDA devices; this run's device is {accelerator.device}. Run it on a machine with an "
@@ -89,23 +80,17 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
 
 
 def _is_beside(accelerator: Any, model: nn.Module, config: MegatrainConfig) -> bool:
-    """Whether a module (a head, a critic, a loss) is to be placed as usual, beside one that streams.
-
-    It has no repeated layers, or all of it is smaller than one layer of a model that is prepared with
-    it or was before. A part of a model that streams isn't beside it.
-    """
+    """Whether a module (a head, a critic, a loss) is to be placed as usual, beside one that streams: it isn't a part of that,
+    and has no repeated layers, or is smaller than one layer of a model that is prepared with it or was before."""
     engines = _engines(accelerator)
     if any(engine.runtime.state_of(parameter) is not None for engine in engines for parameter in model.parameters()):
         return False
     others = [other for other in accelerator.__dict__.get(_TOGETHER, []) if other is not model]
     sizes = [layer.parameter_count for engine in engines for layer in engine.runtime.layers]
-    sizes += [_size(layer) for other in others for _, layer in find_layers(other, config.layer_classes)]
+    layers = [layer for other in others for _, layer in find_layers(other, config.layer_classes)]
+    sizes += [sum(map(torch.numel, layer.parameters())) for layer in layers]
     has_layers = bool(find_layers(model, config.layer_classes) or find_layers(model))
-    return bool(sizes) and (not has_layers or _size(model) < max(sizes))
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return bool(sizes) and (not has_layers or sum(map(torch.numel, model.parameters())) < max(sizes))
 
 
 def prepare_model(
@@ -115,15 +100,12 @@ def prepare_model(
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
 ) -> nn.Module:
-    """Attaches the engine, then lets Accelerate do its bookkeeping and autocast, without placement and wrapping.
+    """Attaches the engine, then lets Accelerate do its bookkeeping and autocast, without placement and wrapping. A small
+    module beside a model that streams is Accelerate's alone.
 
-    A small module beside a model that streams is Accelerate's alone.
-
-    Raises:
-        UnsupportedError: the model can't stream, an optimizer that steps another one holds trained parameters of it, or
-            :func:`require_servable` refuses the Accelerator.
-        HostMemoryError: it doesn't fit.
-        ConfigError: the settings and the accumulation of gradients exclude each other, or there is no GPU.
+    Raises as :func:`require_servable` does; ``UnsupportedError`` where the model can't stream, or an optimizer that steps
+    another one holds trained parameters of it; ``HostMemoryError`` where it doesn't fit; ``ConfigError`` where the settings
+    exclude the accumulation of gradients.
     """
     require_servable(accelerator)
     config = config_for(arguments_of(accelerator))
@@ -138,6 +120,7 @@ def prepare_model(
 def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluation_mode: bool) -> None:
     """Gives a model the engine that it needs. Optimizers of engines that are closed for it wait to be adopted."""
     engine, bf16 = engine_of(model), accelerator.mixed_precision == "bf16"
+    accumulation, arguments = accelerator.gradient_accumulation_steps, arguments_of(accelerator)
     left_behind: list[torch.optim.Optimizer] = []
     if engine is not None:
         changed = None
@@ -151,7 +134,7 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
             engine.close()
             engine = None
     if not evaluation_mode:
-        require_steps_in_backward_possible(config, accelerator.gradient_accumulation_steps)
+        require_steps_in_backward_possible(config, accumulation)
         refuse_sparse_gradients(model)
     if engine is None:
         if getattr(model, "hf_device_map", None):
@@ -168,12 +151,14 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
             config,
             bf16=bf16,
             training=was_trained or not evaluation_mode,
-            accumulates=accelerator.gradient_accumulation_steps > 1,
-            show_progress=accelerator.is_local_main_process and not getattr(arguments_of(accelerator), "disable_tqdm", False),
+            accumulates=accumulation > 1,
+            show_progress=accelerator.is_local_main_process and not getattr(arguments, "disable_tqdm", False),
             show_plan=accelerator.is_local_main_process,
             freed_bytes=_moment_bytes([*left_behind, *earlier_optimizers], model),
         )
-        engine.device_plan.reserved_share = reserved_share(arguments_of(accelerator))
+        if getattr(arguments, "use_vllm", False) and getattr(arguments, "vllm_enable_sleep_mode", False):
+            # TRL's vLLM in this process takes it by turns with the training; one that doesn't sleep has taken it already.
+            engine.device_plan.reserved_share = float(arguments.vllm_gpu_memory_utilization)
         # Not the Accelerator: it holds the model, and the model's engine would hold both for ever.
         gradient_state = accelerator.gradient_state
         engine.runtime.offloader.gradients_complete = lambda: bool(gradient_state.sync_gradients)
@@ -184,13 +169,11 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
         left_behind += [one for one in earlier_optimizers if any(map(trains, _parameters(one)))]
     elif not evaluation_mode:
         engine.enable_training()
-    if not evaluation_mode and accelerator.gradient_accumulation_steps > 1:
-        engine.expect_accumulation(accelerator.gradient_accumulation_steps)
-    if not _step_hooks:
-        _step_hooks.extend((register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)))
+    if not evaluation_mode and accumulation > 1:
+        engine.expect_accumulation(accumulation)
     for optimizer in left_behind:
         if _holds_any_of(optimizer, engine):
-            _wait(accelerator, optimizer)
+            accelerator.__dict__.setdefault(_WAITING, {})[id(optimizer)] = optimizer
 
 
 def _moment_bytes(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> int:
@@ -202,10 +185,8 @@ def _moment_bytes(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module)
 
 
 def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
-    """Gives a model in training an engine that trains what was unfrozen; the training goes on as it was.
-
-    Raises ``StateError`` where the Accelerator is gone, ``HostMemoryError`` where what is trained now doesn't fit.
-    """
+    """Gives a model in training an engine that trains what was unfrozen; the training goes on as it was. Raises ``StateError``
+    where the Accelerator is gone, ``HostMemoryError`` where what is trained now doesn't fit."""
     found, before = accelerator(), engine_of(model)
     if found is None or before is None:
         raise StateError(
@@ -232,40 +213,31 @@ def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
     # What the engine before counted and expects is this one's.
     engine.device_plan.expect_steps(*before.device_plan.expected)
     engine.runtime.meter.counters = before.runtime.meter.counters
-    engine.plan_seconds += before.plan_seconds
 
 
 def prepare_optimizer(
     original: Callable[..., Any], accelerator: Any, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
 ) -> Any:
-    """Makes the optimizer step on the host store of its model, now or when the model is prepared.
-
-    One that was prepared before is left alone, unless its engine was closed or another optimizer took over since.
-    Raises ``UnsupportedError`` where it holds trained parameters of two models that stream.
-    """
+    """Makes the optimizer step on the host store of its model, now or when the model is prepared; one that was prepared before
+    only if its engine was closed or another optimizer took over since. Raises ``UnsupportedError`` where it holds trained
+    parameters of two models that stream."""
     is_prepared = getattr(optimizer, "_is_accelerate_prepared", False)
     own = optimizer.optimizer if is_prepared and isinstance(optimizer, AcceleratedOptimizer) else optimizer
     driver = driver_of(own)
     if not is_prepared or (driver is not None and driver.is_retired):
-        _wait(accelerator, own)
+        accelerator.__dict__.setdefault(_WAITING, {})[id(own)] = own
         _adopt_waiting(accelerator)
     return original(accelerator, optimizer, device_placement=False)
 
 
-def _wait(accelerator: Any, optimizer: torch.optim.Optimizer) -> None:
-    waiting = accelerator.__dict__.setdefault(_WAITING, [])
-    if not any(other is optimizer for other in waiting):
-        waiting.append(optimizer)
-
-
 def _adopt_waiting(accelerator: Any) -> None:
-    waiting = accelerator.__dict__.get(_WAITING, [])
-    for optimizer in list(waiting):
+    waiting = accelerator.__dict__.get(_WAITING, {})
+    for optimizer in list(waiting.values()):
         was_driven = driver_of(optimizer) is not None
         for engine in _engines(accelerator):
             # One whose model is only evaluated for now goes on when that is trained again.
             if _holds_any_of(optimizer, engine) and (engine.training or not was_driven):
-                waiting.remove(optimizer)
+                del waiting[id(optimizer)]
                 for model in accelerator.__dict__.get(_TOGETHER, []):
                     if engine_of(model) is None and not _is_beside(accelerator, model, engine.config):
                         _refuse_two_models(optimizer, model)
@@ -316,10 +288,8 @@ def require_steps_after_backward(config: MegatrainConfig) -> None:
 def require_steps_in_backward_possible(
     config: MegatrainConfig, accumulation: int, clips: bool = False, tries_again: bool = False
 ) -> None:
-    """Raises ``ConfigError`` where the settings want steps in backward and gradients are clipped.
-
-    Or, where gradients pass (``host_gradients: passing``), accumulated, or a backward that failed is to be tried again.
-    """
+    """Raises ``ConfigError`` where the settings want steps in backward and gradients are clipped; or, where gradients pass
+    (``host_gradients: passing``), accumulated, or a backward that failed is to be tried again."""
     if config.passes_gradients and accumulation > 1:
         raise ConfigError(
             "megatrain_config.host_gradients: passing consumes gradients in backward, and gradient_accumulation_steps is "
@@ -348,10 +318,9 @@ def require_steps_in_backward_possible(
 def begin_training(engine: Engine, *, steps_in_backward: bool) -> None:
     """Chooses the schedule of the steps where the settings leave the choice, and forgets a training that broke off.
 
-    Args:
-        steps_in_backward: whether layers may be stepped in backward: not where gradients are clipped (their norm is known
-            after backward only), nor where a step that fails is tried again with a smaller batch (what was stepped already
-            couldn't be taken back), nor where code of the user's runs between backward and step.
+    Without ``steps_in_backward`` layers aren't stepped there: where gradients are clipped (their norm is known after backward
+    only), a step that fails is tried again with a smaller batch (what was stepped couldn't be taken back), or code of the
+    user's runs between backward and step.
     """
     engine.runtime.drain()
     for driver in engine.optimizer_drivers:
@@ -378,19 +347,17 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float = 2,
 ) -> Any:
-    """The gradients' global norm, known since backward; the clip factor is folded into the fused step.
-
-    Gradients of modules that don't stream count, and are scaled in place.
-    """
+    """The gradients' global norm, known since backward; the clip factor is folded into the fused step. Gradients of modules
+    that don't stream count, and are scaled in place."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     with unwatched():
         trained = [parameter for parameter in parameters if parameter.grad is not None]
     streamed = streamed_among(trained)
-    for engine in _engines(accelerator):
-        has_all = all(map(engine.runtime.trains, streamed))
-        if float(norm_type) == 2.0 and has_all and (streamed or not trained):
-            return engine.runtime.clip_grad_norm(trained, float(max_norm)).to(accelerator.device)
-    for engine in _engines(accelerator):
+    engines = _engines(accelerator)
+    holder = next((engine for engine in engines if all(map(engine.runtime.trains, streamed))), None)
+    if holder is not None and float(norm_type) == 2.0 and (streamed or not trained):
+        return holder.runtime.clip_grad_norm(trained, float(max_norm)).to(accelerator.device)
+    for engine in engines:
         engine.runtime.watch.settle()
     return original(accelerator, parameters, max_norm, norm_type)
 
@@ -428,3 +395,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for state in _stepped(optimizer):
         state.handle.mark_written()
+
+
+# They look at all optimizers' steps from now on. Writes of one that wasn't prepared are found by the weights' versions, but
+# for those of torch's fused kernels.
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

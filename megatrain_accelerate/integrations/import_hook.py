@@ -1,12 +1,9 @@
-"""Runs the patches when their targets get imported: whichever library is imported first, and late too.
-
-Installed by ``import torch`` in every process, hence the standard library only, and next to free for other modules.
-"""
+"""Runs the patches when their targets get imported: whichever library is imported first, and late too. Installed by ``import
+torch`` in every process, hence the standard library only, and next to free for other modules."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -20,9 +17,7 @@ _targets = frozenset(patch.module for patch in PATCHES)
 class PatchFinder:
     """First on ``sys.meta_path``: lets the other finders find a target and patches it right after its execution."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """The target's own spec with a loader that patches; None for any other module."""
         if fullname not in _targets:
             return None
@@ -45,14 +40,9 @@ class PatchFinder:
 class _WatchedSpec(ModuleSpec):
     """Class given to the spec of a module that is being imported: importlib marks the end of the import on it."""
 
-    @property
-    def _initializing(self) -> bool:
-        return bool(self.__dict__["_initializing"])
-
-    @_initializing.setter
-    def _initializing(self, value: bool) -> None:
-        self.__dict__["_initializing"] = value
-        if not value:
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_initializing" and not value:
             self.__class__ = ModuleSpec  # type: ignore[assignment]
             if self.name in sys.modules:  # not after an import that failed
                 _apply_patches(sys.modules[self.name])

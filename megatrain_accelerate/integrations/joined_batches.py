@@ -1,9 +1,9 @@
 """The micro-batches of an optimizer step as one batch, so that a layer is fetched once for all of them.
 
-The Trainer fetches all micro-batches of a step before it runs the first. Where the loss of the joined batch is the sum of
-theirs, the last one's ``training_step`` runs them all, in pieces of one micro-batch inside each layer (``micro_batch_size``),
-and the others return a loss of zero. What the Trainer and its callbacks see stays as it is: the micro-batches themselves, the
-number of substeps, the sum of the losses.
+The Trainer fetches all micro-batches of a step before it runs the first. Where the joined batch's loss is the sum of theirs,
+the last one's ``training_step`` runs all, in pieces of one micro-batch inside each layer (``micro_batch_size``), and the
+others return a loss of zero. The Trainer and its callbacks still see the micro-batches, their number and the sum of the
+losses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.integrations.trainer import has_users_callback, record_choice, recorded_choice
+from megatrain_accelerate.integrations.trainer import choices_of, has_users_callback
 from megatrain_accelerate.plan.step_outline import what_sees_a_batch
 
 logger = logging.getLogger(__name__)
@@ -29,48 +29,37 @@ logger = logging.getLogger(__name__)
 _joiners: weakref.WeakKeyDictionary[nn.Module, Joiner] = weakref.WeakKeyDictionary()
 """Of the training in progress, or the last one, of each model."""
 
-_STOCK_METHODS = ("get_batch_samples", "training_step", "compute_loss", "_prepare_inputs")
+_Batch = dict[str, torch.Tensor]
 
 
 class CannotJoinError(Exception):
     """Micro-batches can't run as one batch; the message completes "because"."""
 
 
-class JoinedBatch(NamedTuple):
-    """Several micro-batches as one."""
-
-    inputs: dict[str, torch.Tensor]
-    """Each has all samples along dimension 0, in order."""
-    samples: int
-    """Of the largest micro-batch."""
-
-    @classmethod
-    def of(cls, micro_batches: Sequence[Any]) -> JoinedBatch:
-        """Joins mappings of names to tensors of shape (samples, ...) along dimension 0.
-
-        Raises ``CannotJoinError`` where they differ in more than the number of samples, or hold something else.
-        """
-        first = micro_batches[0]
-        for batch in micro_batches:
-            if not isinstance(batch, Mapping):
-                raise CannotJoinError(f"a micro-batch is a {type(batch).__name__} and not a mapping")
-            if batch.keys() != first.keys():
-                raise CannotJoinError(f"micro-batches hold different things ({sorted(first)} and {sorted(batch)})")
-            for name, value in batch.items():
-                # Positions of multimodal models have their three axes in front.
-                if not isinstance(value, torch.Tensor) or value.dim() == 0 or (name == "position_ids" and value.dim() != 2):
-                    raise CannotJoinError(f"{name} isn't a tensor with one row for each sample")
-            if len({len(tensor) for tensor in batch.values()}) != 1:
-                shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.items())
-                raise CannotJoinError(f"its tensors don't have one row for each sample ({shapes})")
-            for name, tensor in batch.items():
-                if tensor.shape[1:] != first[name].shape[1:]:
-                    shapes = f"{tuple(first[name].shape)} and {tuple(tensor.shape)}"
-                    raise CannotJoinError(f"{name} differs in shape between micro-batches ({shapes})")
-                if tensor.dtype != first[name].dtype or tensor.device != first[name].device:
-                    raise CannotJoinError(f"{name} differs in dtype or device between micro-batches")
-        joined = {name: torch.cat([batch[name] for batch in micro_batches]) for name in first}
-        return cls(joined, max(len(next(iter(batch.values()))) for batch in micro_batches))
+def join(micro_batches: Sequence[Any]) -> tuple[_Batch, int]:
+    """Joins mappings of names to tensors of shape (samples, ...) along dimension 0, in order; with the samples of the largest.
+    Raises ``CannotJoinError`` where they differ in more than the number of samples, or hold something else."""
+    first = micro_batches[0]
+    for batch in micro_batches:
+        if not isinstance(batch, Mapping):
+            raise CannotJoinError(f"a micro-batch is a {type(batch).__name__} and not a mapping")
+        if batch.keys() != first.keys():
+            raise CannotJoinError(f"micro-batches hold different things ({sorted(first)} and {sorted(batch)})")
+        for name, value in batch.items():
+            # Positions of multimodal models have their three axes in front.
+            if not isinstance(value, torch.Tensor) or value.dim() == 0 or (name == "position_ids" and value.dim() != 2):
+                raise CannotJoinError(f"{name} isn't a tensor with one row for each sample")
+        if len({len(tensor) for tensor in batch.values()}) != 1:
+            shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.items())
+            raise CannotJoinError(f"its tensors don't have one row for each sample ({shapes})")
+        for name, tensor in batch.items():
+            if tensor.shape[1:] != first[name].shape[1:]:
+                shapes = f"{tuple(first[name].shape)} and {tuple(tensor.shape)}"
+                raise CannotJoinError(f"{name} differs in shape between micro-batches ({shapes})")
+            if tensor.dtype != first[name].dtype or tensor.device != first[name].device:
+                raise CannotJoinError(f"{name} differs in dtype or device between micro-batches")
+    joined = {name: torch.cat([batch[name] for batch in micro_batches]) for name in first}
+    return joined, max(len(next(iter(batch.values()))) for batch in micro_batches)
 
 
 def _require_exact(trainer: Any, model: nn.Module, num_items: torch.Tensor | int | None) -> None:
@@ -79,7 +68,7 @@ def _require_exact(trainer: Any, model: nn.Module, num_items: torch.Tensor | int
         raise CannotJoinError("compute_loss_func may compare the tokens of a micro-batch with each other")
     if num_items is None:
         raise CannotJoinError("the loss isn't divided by the number of labelled tokens of the whole step (num_items_in_batch)")
-    for name in _STOCK_METHODS:
+    for name in ("get_batch_samples", "training_step", "compute_loss", "_prepare_inputs"):
         if name in vars(trainer) or getattr(type(trainer), name) is not getattr(Trainer, name):
             raise CannotJoinError(f"{type(trainer).__name__} has a {name} of its own, which is to see each micro-batch")
     if (reason := what_sees_a_batch(model)) is not None:
@@ -97,44 +86,31 @@ def _model_inputs(trainer: Any, batch: Any, num_items: Any) -> dict[str, Any]:
 
 
 class Joiner:
-    """Joins the micro-batches of one training's steps, until a reason turns up not to; from then on they run one by one.
-
-    Once and for all, since the plan is made for one of the two ways, and dropout draws other numbers in each: a training that
-    is resumed goes on as it was.
-    """
+    """Joins the micro-batches of one training's steps, until a reason turns up not to; from then on they run one by one, in a
+    training that is resumed too: the plan is made for one of the two ways, and dropout draws other numbers in each."""
 
     def __init__(self, training: Any, is_asked_for: bool) -> None:
         self.training = training
         """The Trainer's state, another object for each training; checkpoints hold it."""
         self._is_asked_for = is_asked_for
         """Join wherever it is exact; else where the plan predicts that it pays."""
-        self._weighed_elements = 0
-        self._decision: dict[str, Any] = {"is_asked_for": is_asked_for, "joined_elements": 0, "apart_because": None}
-        """As checkpoints hold it."""
-        before = recorded_choice(training, "joining") or {}
-        if before.get("is_asked_for") == is_asked_for:
-            self._decision |= before
+        self.joined_elements = 0
+        """Of the largest batch that was joined so far."""
+        before = choices_of(training).get("joining") or {}
+        fresh = {"is_asked_for": is_asked_for, "joined_elements": 0, "apart_because": None}
+        self._decision: dict[str, Any] = fresh | (before if before.get("is_asked_for") == is_asked_for else {})
+        choices_of(training)["joining"] = self._decision
         if (reason := self._decision["apart_because"]) is not None:
             self._refuse(reason)
         self._micro_batches: list[Any] = []
         self._next = 0
-        self._joined: JoinedBatch | None = None
-
-    @property
-    def has_joined(self) -> bool:
-        return self._weighed_elements > 0
+        self._joined: tuple[_Batch, int] | None = None
 
     def step_begins(self, micro_batches: list[Any]) -> None:
         self._micro_batches, self._next, self._joined = micro_batches, 0, None
 
     def training_step(
-        self,
-        original: Callable[..., torch.Tensor],
-        trainer: Any,
-        engine: Engine,
-        model: nn.Module,
-        inputs: Any,
-        num_items: Any,
+        self, original: Callable[..., Any], trainer: Any, engine: Engine, model: nn.Module, inputs: Any, num_items: Any
     ) -> torch.Tensor:
         """``Trainer.training_step`` on the next micro-batch: nothing for all but the last if they are joined."""
         place, count = self._next, len(self._micro_batches)
@@ -149,11 +125,11 @@ class Joiner:
             return original(trainer, model, inputs, num_items)
         if self._next < count:
             return torch.zeros((), device=trainer.args.device)
-        joined, self._joined = self._joined, None
-        with engine.device_plan.joining(joined.samples):
-            return original(trainer, model, joined.inputs, num_items)
+        (joined, samples), self._joined = self._joined, None
+        with engine.device_plan.joining(samples):
+            return original(trainer, model, joined, num_items)
 
-    def _join(self, trainer: Any, engine: Engine, model: nn.Module, num_items: Any) -> JoinedBatch | None:
+    def _join(self, trainer: Any, engine: Engine, model: nn.Module, num_items: Any) -> tuple[_Batch, int] | None:
         if self._decision["apart_because"] is not None or len(self._micro_batches) < 2:
             return None
         model.train()
@@ -162,12 +138,12 @@ class Joiner:
                 raise CannotJoinError("experts stream in parts, which are fetched for each piece of a batch all the same")
             if has_users_callback(trainer, "on_substep_end"):
                 raise CannotJoinError("a callback of the script's is called between them (on_substep_end)")
-            if not self.has_joined:
+            if not self.joined_elements:
                 _require_exact(trainer, model, num_items)
-            joined = JoinedBatch.of(self._micro_batches)
+            joined = join(self._micro_batches)
             if not self._is_asked_for and not engine.device_plan.has_budget:
                 raise CannotJoinError("there is no GPU memory to plan with (join_micro_batches: true does without a plan)")
-            self._weigh(trainer, engine, model, joined, num_items)
+            self._weigh(trainer, engine, model, *joined, num_items)
         except CannotJoinError as reason:
             engine.device_plan.forget()
             self._refuse(str(reason))
@@ -177,22 +153,17 @@ class Joiner:
     def _refuse(self, reason: str) -> None:
         level = logging.WARNING if self._is_asked_for else logging.INFO
         logger.log(level, "megatrain: the micro-batches of a step run one by one, because %s", reason)
-        self._note_decision(reason)
+        self._decision["apart_because"] = reason
 
-    def _note_decision(self, apart_because: str | None) -> None:
-        agreed = max(self._decision["joined_elements"], self._weighed_elements)
-        self._decision |= {"joined_elements": agreed, "apart_because": apart_because}
-        record_choice(self.training, "joining", self._decision)
-
-    def _weigh(self, trainer: Any, engine: Engine, model: nn.Module, joined: JoinedBatch, num_items: Any) -> None:
+    def _weigh(self, trainer: Any, engine: Engine, model: nn.Module, joined: _Batch, samples: int, num_items: Any) -> None:
         """Raises ``CannotJoinError`` for a batch larger than all before that can't be cut, or that the plan is against."""
-        elements = sum(tensor.numel() for tensor in joined.inputs.values())
-        if elements <= self._weighed_elements:
+        elements = sum(tensor.numel() for tensor in joined.values())
+        if elements <= self.joined_elements:
             return
-        plan, inputs = engine.device_plan, _model_inputs(trainer, joined.inputs, num_items)
+        plan, inputs = engine.device_plan, _model_inputs(trainer, joined, num_items)
         together = None
         try:
-            with plan.joining(joined.samples):
+            with plan.joining(samples):
                 is_sum, smoother = plan.foresee(model, inputs).sums_loss, trainer.label_smoother
                 if smoother is not None:
                     is_known = type(smoother) is LabelSmoother
@@ -215,14 +186,11 @@ class Joiner:
                         f"a step is predicted to take {together.time.seconds:.3f} s with all of them at once, and "
                         f"{apart.time.seconds:.3f} s without"
                     )
-        if not self.has_joined:
-            logger.info(
-                "megatrain: the %d micro-batches of a step run as one batch, %d samples at a time in each layer",
-                len(self._micro_batches),
-                joined.samples,
-            )
-        self._weighed_elements = elements
-        self._note_decision(None)
+        if not self.joined_elements:
+            text = "megatrain: the %d micro-batches of a step run as one batch, %d samples at a time in each layer"
+            logger.info(text, len(self._micro_batches), samples)
+        self.joined_elements = elements
+        self._decision["joined_elements"] = max(elements, self._decision["joined_elements"])
 
 
 def _joiner_of(trainer: Any, engine: Engine | None) -> Joiner | None:
@@ -233,7 +201,7 @@ def _joiner_of(trainer: Any, engine: Engine | None) -> Joiner | None:
         return None  # each rank would decide for itself, and they have to run as many backwards
     joiner = _joiners.get(trainer.model)
     if joiner is None or joiner.training is not trainer.state:
-        if joiner is not None and joiner.has_joined:
+        if joiner is not None and joiner.joined_elements:
             engine.device_plan.forget()
         joiner = _joiners[trainer.model] = Joiner(trainer.state, is_asked_for=engine.config.join_micro_batches is True)
     return joiner
@@ -242,8 +210,7 @@ def _joiner_of(trainer: Any, engine: Engine | None) -> Joiner | None:
 def get_batch_samples(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Notes the micro-batches of the step that begins."""
     fetched = original(trainer, *args, **kwargs)
-    joiner = _joiner_of(trainer, engine_of(trainer.model))
-    if joiner is not None:
+    if (joiner := _joiner_of(trainer, engine_of(trainer.model))) is not None:
         joiner.step_begins(fetched[0])
     return fetched
 

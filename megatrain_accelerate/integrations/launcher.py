@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +20,6 @@ from megatrain_accelerate.integrations.wrapping import ensure_ready
 
 TYPE = "MEGATRAIN"
 SECTION = "megatrain_config"
-_TYPES_BESIDE_A_SECTION = ("NO", "MULTI_GPU", "MULTI_CPU")
 
 _CONFIG_HELP = (
     "Settings of megatrain_accelerate: a JSON object or a yaml file, in place of keys of the section megatrain_config."
@@ -47,7 +47,7 @@ def _section_of(config_dict: Mapping[str, Any]) -> YamlSection | None:
     from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
     from accelerate.utils import DistributedType
 
-    kind = str(config_dict.get("distributed_type", TYPE)).upper()
+    kind = str(config_dict.get("distributed_type", "")).upper()
     kinds = {TYPE, *(member.value for member in DistributedType)}
     if kind not in kinds and nearest(kind, kinds) == TYPE:
         raise ConfigError(f"distributed_type: {config_dict['distributed_type']} is unknown; did you mean {TYPE!r}?")
@@ -55,7 +55,7 @@ def _section_of(config_dict: Mapping[str, Any]) -> YamlSection | None:
     for key in config_dict:
         if key not in keys and nearest(str(key).lower(), keys) == SECTION:
             raise ConfigError(f"an accelerate config has no key {key!r}; did you mean {SECTION!r}?")
-    typed = str(config_dict.get("distributed_type", "")).upper() == TYPE
+    typed = kind == TYPE
     if SECTION not in config_dict:
         return YamlSection(None, typed) if typed else None
     # An empty section reads as None: `megatrain_config:` with nothing below.
@@ -65,10 +65,8 @@ def _section_of(config_dict: Mapping[str, Any]) -> YamlSection | None:
 
 
 def process_config(original: Callable[..., dict[str, Any]], config_dict: dict[str, Any]) -> dict[str, Any]:
-    """Translates a loaded accelerate config into one that stock accelerate accepts, and a :class:`YamlSection`.
-
-    Raises ``ConfigError`` where the section has an unknown key or a value out of range, or it or the type is misspelt.
-    """
+    """Translates a loaded accelerate config into one that stock accelerate accepts, and a :class:`YamlSection`. Raises
+    ``ConfigError`` where the section has an unknown key or a value out of range, or it or the type is misspelt."""
     section = _section_of(config_dict)
     if section is not None:
         config_dict = {**config_dict, SECTION: section}
@@ -128,15 +126,14 @@ def _prepare_launch(arguments: Any) -> None:
     if section is None and not arguments.megatrain and flag_settings is None:
         return
     ensure_ready()
-    given = section.settings if section is not None else None
-    config = MegatrainConfig.from_mapping(given, read_settings(flag_settings))
+    config = MegatrainConfig.from_mapping(getattr(section, "settings", None), read_settings(flag_settings))
     _refuse_unsupported(arguments, written, file)
     sys.excepthook = _report
     # accelerate copies sections of the yaml over arguments that are None.
     arguments.megatrain = True
     if arguments.num_processes is None and written is None and not arguments.multi_gpu:
         arguments.num_processes = 1  # Accelerate would start a process for each GPU.
-    _exported.update({ENV_ACTIVE: "1", ENV_CONFIG: config.to_json()})
+    _exported.update({ENV_ACTIVE: "1", ENV_CONFIG: json.dumps(dataclasses.asdict(config))})
     processes = _count(arguments, written, "num_processes")
     if processes > 1:
         # accelerate starts several processes only for what it takes for several GPUs.
@@ -164,7 +161,7 @@ def _refuse_unsupported(arguments: Any, written: Any, file: str | None) -> None:
             raise ConfigError(f"--{name} and megatrain both decide where the model lives; remove one of the two")
     # Of an unquoted NO yaml makes false.
     kind = getattr(getattr(written, "distributed_type", None), "value", "NO")
-    if kind not in _TYPES_BESIDE_A_SECTION:
+    if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         raise ConfigError(
             f"megatrain was asked for, but {file} has distributed_type: {kind}, and both decide where the model lives. "
             f"Set distributed_type: {TYPE} there, or give another file with --config"

@@ -1,7 +1,7 @@
 """Everything of Accelerate, Transformers, PEFT and TRL that is patched: what, why, where it was tested, when it can go.
 
-Imported by ``import torch`` in every process, so it holds strings only: :mod:`.wrapping` imports a
-replacement at its first call.
+Every process that imports torch imports it, so it holds strings only: :mod:`.wrapping` imports a replacement at its first
+call.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ class Patch(NamedTuple):
         return self.target.partition(".")[0]
 
 
+_ACCELERATOR = "accelerate.accelerator:Accelerator"
+_TRAINER = "transformers.trainer:Trainer"
+_ARGUMENTS = "transformers.training_args:TrainingArguments"
+_TUNER = "peft.tuners.tuners_utils:BaseTuner"
+
 PATCHES = (
     # --- Until Accelerate's launcher lets an installed package add options and sections of the yaml.
     # `--config` as an alias of `--config_file` and the flags `--megatrain`, `--megatrain_config`. On the parser's class, since
@@ -52,69 +57,55 @@ PATCHES = (
     Patch("accelerate.commands.config.config_args:BaseConfig.to_dict", "launcher:to_dict()"),
     # --- Until Accelerate lets an installed package add its own way of distributing a model.
     # Checks the device, precision and number of processes as soon as they are known.
-    Patch("accelerate.accelerator:Accelerator.__init__", "accelerate_backend:require_servable(self)"),
+    Patch(f"{_ACCELERATOR}.__init__", "accelerate_backend:require_servable(self)"),
     # A small module that is prepared together with a model that streams is placed as usual, whichever comes first.
-    Patch("accelerate.accelerator:Accelerator.prepare", "accelerate_backend:prepare(self, args)"),
+    Patch(f"{_ACCELERATOR}.prepare", "accelerate_backend:prepare(self, args)"),
     # Attaches the engine instead of moving the model to the GPU.
-    Patch(
-        "accelerate.accelerator:Accelerator.prepare_model",
-        "accelerate_backend:prepare_model(self, model, device_placement, evaluation_mode)",
-    ),
+    Patch(f"{_ACCELERATOR}.prepare_model", "accelerate_backend:prepare_model(self, model, device_placement, evaluation_mode)"),
     # The optimizer steps on the host store; AcceleratedOptimizer would copy its state to the GPU.
-    Patch(
-        "accelerate.accelerator:Accelerator.prepare_optimizer",
-        "accelerate_backend:prepare_optimizer(self, optimizer, device_placement)",
-    ),
+    Patch(f"{_ACCELERATOR}.prepare_optimizer", "accelerate_backend:prepare_optimizer(self, optimizer, device_placement)"),
     # The norm is known already; the clip factor is folded into the fused step.
-    Patch(
-        "accelerate.accelerator:Accelerator.clip_grad_norm_",
-        "accelerate_backend:clip_grad_norm(self, parameters, max_norm, norm_type)",
-    ),
+    Patch(f"{_ACCELERATOR}.clip_grad_norm_", "accelerate_backend:clip_grad_norm(self, parameters, max_norm, norm_type)"),
     # The engines hold host memory and unapplied steps.
-    Patch("accelerate.accelerator:Accelerator.free_memory", "accelerate_backend:free_memory(self, objects)"),
+    Patch(f"{_ACCELERATOR}.free_memory", "accelerate_backend:free_memory(self, objects)"),
     # The Trainer would move the whole model to the GPU.
-    Patch("transformers.training_args:TrainingArguments.place_model_on_device", "trainer:place_model_on_device()"),
+    Patch(f"{_ARGUMENTS}.place_model_on_device", "trainer:place_model_on_device()"),
     # The Trainer's own arguments decide whether what its Accelerator prepares is streamed.
-    Patch("transformers.trainer:Trainer.create_accelerator_and_postprocess", "wrapping:create_accelerator(self)"),
+    Patch(f"{_TRAINER}.create_accelerator_and_postprocess", "wrapping:create_accelerator(self)"),
     # `*_full_eval` and `model_init` call it whatever place_model_on_device says.
-    Patch("transformers.trainer:Trainer._move_model_to_device", "trainer:move_model_to_device(self, model, device)"),
+    Patch(f"{_TRAINER}._move_model_to_device", "trainer:move_model_to_device(self, model, device)"),
     # --- Until Transformers lets an installed package add training arguments.
     # The fields `megatrain` and `megatrain_config`, for every script with TrainingArguments or a subclass.
-    Patch("transformers.training_args:TrainingArguments.__init__", "training_arguments:FIELDS"),
+    Patch(f"{_ARGUMENTS}.__init__", "training_arguments:FIELDS"),
     # Switches the plugin on before the device is set up; refuses what can't be honoured.
-    Patch("transformers.training_args:TrainingArguments.__post_init__", "training_arguments:post_init()"),
+    Patch(f"{_ARGUMENTS}.__post_init__", "training_arguments:post_init()"),
     # Fields that aren't used stay out of logs, model cards and JSON files that others read back.
-    Patch("transformers.training_args:TrainingArguments.to_dict", "training_arguments:to_dict()"),
+    Patch(f"{_ARGUMENTS}.to_dict", "training_arguments:to_dict()"),
     # --- Until the Trainer stops using DataParallel.
     # One process uses one GPU: with several visible the Trainer would wrap the model in DataParallel.
-    Patch("transformers.training_args:TrainingArguments.n_gpu", "trainer:n_gpu()"),
+    Patch(f"{_ARGUMENTS}.n_gpu", "trainer:n_gpu()"),
     # --- Until Transformers lets an installed package add callbacks, and Accelerate its own way of distributing a model.
     # Code that runs the model before training (TRL's log-probabilities of the reference) expects it on the GPU: it is prepared
     # when that happens. Our callback comes before WandbCallback, so that what it adds to the logs reaches the trackers.
-    Patch("transformers.trainer:Trainer.__init__", "trainer:follow_trainer(self, model, args)"),
+    Patch(f"{_TRAINER}.__init__", "trainer:follow_trainer(self, model, args)"),
     # --- Until the Trainer itself writes checkpoints so that a kill leaves none that is broken.
     # A checkpoint is written aside and renamed when complete.
-    Patch("transformers.trainer:Trainer._save_checkpoint", "checkpoint.checkpoints:save_checkpoint(self, model, trial)"),
+    Patch(f"{_TRAINER}._save_checkpoint", "checkpoint.checkpoints:save_checkpoint(self, model, trial)"),
     # --- Until the Trainer loads checkpoints into models on the meta device.
     # A model that was built without weights is prepared before a checkpoint is loaded into it: load_state_dict leaves weights
     # on the meta device as they are, with no more than a warning.
-    Patch("transformers.trainer:Trainer._load_from_checkpoint", "trainer:load_from_checkpoint(self, resume_from_checkpoint)"),
+    Patch(f"{_TRAINER}._load_from_checkpoint", "trainer:load_from_checkpoint(self, resume_from_checkpoint)"),
     # --- Until the Trainer loads optimizer states with mmap=True and on the host.
     # The optimizer's state is read through a file mapping, not whole into memory and not to the GPU.
     Patch(
-        "transformers.trainer:Trainer._load_optimizer_and_scheduler",
-        "checkpoint.checkpoints:load_optimizer_and_scheduler(self, checkpoint)",
+        f"{_TRAINER}._load_optimizer_and_scheduler", "checkpoint.checkpoints:load_optimizer_and_scheduler(self, checkpoint)"
     ),
     # --- Until Transformers tells callbacks of a step's micro-batches.
     # The one place where all micro-batches of an optimizer step are together; nothing is changed in them.
-    Patch(
-        "transformers.trainer:Trainer.get_batch_samples", "joined_batches:get_batch_samples(self, epoch_iterator, num_batches)"
-    ),
+    Patch(f"{_TRAINER}.get_batch_samples", "joined_batches:get_batch_samples(self, epoch_iterator, num_batches)"),
     # --- Until the Trainer lets a plugin run a step's micro-batches together.
     # Runs the micro-batches of a step as one batch, so that a layer is fetched once for all of them.
-    Patch(
-        "transformers.trainer:Trainer.training_step", "joined_batches:training_step(self, model, inputs, num_items_in_batch)"
-    ),
+    Patch(f"{_TRAINER}.training_step", "joined_batches:training_step(self, model, inputs, num_items_in_batch)"),
     # --- Until Transformers lets a callback add to the logs what isn't printed.
     # These print all that the trackers get, forty figures of the engine among it; they get three of them.
     Patch("transformers.trainer_callback:ProgressCallback.on_log", "telemetry:on_log(self, state, logs)"),
@@ -131,13 +122,13 @@ PATCHES = (
     Patch("transformers.modeling_utils:PreTrainedModel.from_pretrained", "trainer:from_pretrained(cls, kwargs)"),
     # --- Until torch tells of reads and writes through parameter.data, or the caller writes to the parameter itself.
     # Takes the model apart by parameter.data: the engine gives the model back before, with all steps applied.
-    Patch("peft.tuners.tuners_utils:BaseTuner.merge_and_unload", "shared_parts:leave_then(self)"),
-    Patch("peft.tuners.tuners_utils:BaseTuner.unload", "shared_parts:leave_then(self)"),
+    Patch(f"{_TUNER}.merge_and_unload", "shared_parts:leave_then(self)"),
+    Patch(f"{_TUNER}.unload", "shared_parts:leave_then(self)"),
     # Reads and writes parameter.data: steps must be applied before, and what was written be streamed after.
-    Patch("peft.tuners.tuners_utils:BaseTuner.merge_adapter", "shared_parts:write_through(self)"),
-    Patch("peft.tuners.tuners_utils:BaseTuner.unmerge_adapter", "shared_parts:write_through(self)"),
+    Patch(f"{_TUNER}.merge_adapter", "shared_parts:write_through(self)"),
+    Patch(f"{_TUNER}.unmerge_adapter", "shared_parts:write_through(self)"),
     # Unmerges what is merged, by parameter.data.
-    Patch("peft.tuners.tuners_utils:BaseTuner.set_adapter", "shared_parts:unmerge_first(self)"),
+    Patch(f"{_TUNER}.set_adapter", "shared_parts:unmerge_first(self)"),
     # Reads and writes parameter.data: steps must be applied before, and what was written be streamed after.
     Patch(
         "trl.trainer.callbacks:SyncRefModelCallback.sync_target_model",
@@ -145,6 +136,6 @@ PATCHES = (
     ),
     # --- Until PEFT unmerges before.
     # Unmerges what is merged when a layer runs next, when its weights are a slot's.
-    Patch("peft.tuners.tuners_utils:BaseTuner.disable_adapter_layers", "shared_parts:unmerge_first(self)"),
+    Patch(f"{_TUNER}.disable_adapter_layers", "shared_parts:unmerge_first(self)"),
 )
 """Above each one, why a hook, a subclass or a setting won't do; above each group, when it can go."""

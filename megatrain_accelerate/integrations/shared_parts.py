@@ -1,8 +1,7 @@
 """Who else holds a prepared model's parameters: a model around it or inside of it, PEFT, TRL.
 
-A parameter has one place in one host store, so the engine of a model that was prepared before gives
-its weights back, and the model that is prepared now adopts them. PEFT and TRL read and write
-``parameter.data``, which shows neither that a step is still to be applied nor that somebody wrote.
+A parameter has one place in one host store: a model that is prepared adopts what another's engine had, and that gives it back.
+PEFT and TRL read and write ``parameter.data``, which shows neither that a step is still to be applied nor that somebody wrote.
 """
 
 from __future__ import annotations
@@ -48,13 +47,9 @@ def refuse_calls(earlier: nn.Module) -> None:
 def take_over(model: nn.Module, config: MegatrainConfig) -> tuple[list[nn.Module], list[torch.optim.Optimizer], bool]:
     """Closes the engines of all other models that stream layers of this one, or train parameters with it.
 
-    Frozen parameters alone (a teacher's embedding) may lie in both stores. What the engines held is the model's again.
-
-    Returns:
-        Those models, the optimizers that stepped them, and whether one of the engines was made for training.
-
-    Raises:
-        UnsupportedError: the model has no layers that could stream; nothing is closed then.
+    Frozen parameters alone (a teacher's embedding) may lie in both stores. What the engines held is the model's again. Returns
+    those models, the optimizers that stepped them, and whether one of the engines was made for training. Raises
+    ``UnsupportedError``, and closes nothing, where the model has no layers that could stream.
     """
     sharing = [engine for engine in all_engines() if engine is not engine_of(model) and _conflicts(model, engine)]
     models = [other for other, engine in prepared_models() if engine in sharing]
@@ -93,10 +88,8 @@ def _conflicts(model: nn.Module, engine: Engine) -> bool:
 
 
 def leave_then(original: Callable[..., Any], tuner: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """``merge_and_unload`` and ``unload``: takes the model apart, so the engine gives it back first, with all steps applied.
-
-    The weights lie in ordinary host memory then, those of adapters as exact as their masters.
-    """
+    """``merge_and_unload`` and ``unload``: takes the model apart, so the engine gives it back first, with all steps applied:
+    in ordinary host memory, adapters as exact as their masters."""
     for engine in engines_with(tuner):
         logger.info("megatrain: the model isn't streamed any more, since its adapters are unloaded")
         engine.close()
@@ -112,17 +105,16 @@ def write_through(original: Callable[..., Any], tuner: nn.Module, *args: Any, **
         return original(tuner, *args, **kwargs)
     finally:
         for engine in engines:
-            for state in (state for unit in engine.runtime.units for state in unit.states):
-                if not state.entry.spec.trainable:
-                    state.handle.mark_written()
+            for unit in engine.runtime.units:
+                for state in unit.states:
+                    if not state.entry.spec.trainable:
+                        state.handle.mark_written()
             engine.drain()
 
 
 def unmerge_first(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    """``set_adapter`` and ``disable_adapter_layers``: adapters that are merged are unmerged now.
-
-    PEFT does so by itself, but when a layer runs next; what that writes to is the layer's slot here.
-    """
+    """``set_adapter`` and ``disable_adapter_layers``: adapters that are merged are unmerged now. PEFT does so by itself, but
+    when a layer runs next; what that writes to is the layer's slot here."""
     if engines_with(tuner) and any(getattr(module, "merged", False) for module in tuner.modules()):
         tuner.unmerge_adapter()
     return original(tuner, *args, **kwargs)
@@ -131,11 +123,11 @@ def unmerge_first(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs
 def sync_target_model(original: Callable[..., Any], model: nn.Module, target_model: nn.Module, alpha: float) -> None:
     """TRL's reference follows the policy: ``(1 - alpha) * target + alpha * model``, in fp32."""
     engines = [engine for engine in (engine_of(model), engine_of(target_model)) if engine is not None]
+    for engine in engines:
+        engine.drain()
     if not engines:
         original(model, target_model, alpha)
         return
-    for engine in engines:
-        engine.drain()
     with torch.no_grad():
         for target, source in zip(target_model.parameters(), model.parameters(), strict=True):
             mixed = target.float().mul(1.0 - alpha)

@@ -1,8 +1,7 @@
 """What the engine did: numbers under ``megatrain/`` in the Trainer's logs, and one step's trace.
 
-`megatrain trace` asks for a trace by the environment. The Trainer and bare Accelerate loops are traced
-alike, by a hook of the optimizer, which is called when a step is submitted. The step worker isn't among
-the threads that torch's profiler follows: its spans are noted here, by the host's clock.
+`megatrain trace` asks for a trace by the environment. The Trainer and bare Accelerate loops are traced alike, by a hook of the
+optimizer's steps. torch's profiler doesn't follow the step worker's thread: its spans are noted by the host's clock.
 """
 
 from __future__ import annotations
@@ -70,11 +69,9 @@ def wait_ms_by_cause(counters: Counters) -> dict[str, float]:
 
 
 class TokenCounter:
-    """Counts the tokens of training forwards on the device, without padding and without waiting.
-
-    They are known where the model is called with a 2-D ``attention_mask``, ``input_ids`` or
-    ``inputs_embeds``, by keyword or in a mapping that is its first argument.
-    """
+    """Counts the tokens of training forwards on the device, without padding and without waiting, where the model is called
+    with a 2-D ``attention_mask``, ``input_ids`` or ``inputs_embeds``, by keyword or in a mapping that is its first
+    argument."""
 
     def __init__(self, model: nn.Module) -> None:
         self._count_so_far: torch.Tensor | int = 0
@@ -101,12 +98,9 @@ class TokenCounter:
 def bound_shares(wait_ms: dict[str, float], step_ms: float) -> dict[str, float]:
     """Shares of a step in which the GPU worked (``compute``) and in which it stood still for each other resource.
 
-    The rest of a step, launching and the data loader among it, counts as compute.
-
-    Args:
-        wait_ms: by what the GPU stood still for; the end of backward is the d2h link's.
-        step_ms: the whole step, above 0. Waits are read when they are over, so that those of a step may be counted in the
-            next: a sum above the step is scaled down to it.
+    The rest of a step, launching and the data loader among it, counts as compute. ``wait_ms`` is by what the GPU stood still
+    for; the end of backward is the d2h link's. Waits are read when they are over, so that those of a step of ``step_ms``
+    (above 0) may be counted in the next: a sum above the step is scaled down to it.
     """
     waits = {"h2d": wait_ms["h2d"], "d2h": wait_ms["d2h"] + wait_ms["backward_end"], "host_step": wait_ms["host_step"]}
     whole = max(step_ms, sum(waits.values()))
@@ -136,7 +130,6 @@ class Telemetry:
         self._before = dataclasses.replace(engine.runtime.meter.counters)
         self._seconds = 0.0
         self._steps = 0
-        self._plan_seconds = engine.plan_seconds
         self._mark: float | None = None
         self._logged_placement: Placement | None = None
         self._last_entries: dict[str, float] = {}
@@ -192,9 +185,8 @@ class Telemetry:
                 values[f"{link}_gb_per_second"] = getattr(since, f"{link}_copied_bytes") / GB / (1e-3 * copy_ms)
         if since.step_seconds > 0:
             values["host_step_gparams_per_second"] = 1e-9 * since.stepped_parameters / since.step_seconds
-        planned, self._plan_seconds = self.engine.plan_seconds - self._plan_seconds, self.engine.plan_seconds
-        if is_planned := planned > _A_PLAN_SECONDS:
-            values["plan_seconds"] = planned
+        if is_planned := since.plan_seconds > _A_PLAN_SECONDS:
+            values["plan_seconds"] = since.plan_seconds
         if seconds > 0:
             earlier, self.shares = self.shares, bound_shares(wait_ms, 1e3 * seconds / steps)
             is_as_before = bool(earlier) and bound_by(earlier) == bound_by(self.shares)
@@ -210,9 +202,8 @@ class Telemetry:
             self._logged_placement = placement
             values |= {f"host_{kind}_gib": count / GIB for kind, count in self.engine.host_bytes_by_kind().items()}
             values |= {f"gpu_{kind}_gib": count / GIB for kind, count in self.engine.device_bytes_by_kind().items()}
-            for name in ("kept", "offloaded"):
-                values[f"{name}_layers"] = float(len(getattr(placement, name)))
-            values["device_layers"] = float(len(placement.on_device))
+            lists = {"kept": placement.kept, "offloaded": placement.offloaded, "device": placement.on_device}
+            values |= {f"{name}_layers": float(len(layers)) for name, layers in lists.items()}
         if self.engine.device.type == "cuda":
             values["gpu_predicted_gib"] = self.engine.predicted_device_bytes / GIB
             values["gpu_peak_gib"] = torch.cuda.max_memory_allocated(self.engine.device) / GIB
@@ -257,10 +248,8 @@ def trace_if_asked(optimizer: Optimizer, engine: Engine) -> None:
 
 
 class StepTrace:
-    """Profiles the period that ends when the requested step is submitted, and writes it down.
-
-    The period before it is profiled too and thrown away: a profiler's first events are slow.
-    """
+    """Profiles the period that ends when the requested step is submitted, and writes it down. The period before it is profiled
+    too and thrown away: a profiler's first events are slow."""
 
     def __init__(self, optimizer: Optimizer, engine: Engine, request: TraceRequest) -> None:
         self._engine = engine

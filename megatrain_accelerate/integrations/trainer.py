@@ -26,10 +26,6 @@ from megatrain_accelerate.progress import say
 
 logger = logging.getLogger(__name__)
 
-STATE_KEY = "megatrain_accelerate"
-"""The key of our entry in ``TrainerState.stateful_callbacks``, which checkpoints hold. No callback has this name: the Trainer
-would make it anew from the entry where it restores callbacks from a checkpoint."""
-
 _CALLBACKS_THAT_DO_NOT_LOOK = ("transformers", "megatrain_accelerate")
 """Packages whose callbacks look at neither weights nor gradients before a step."""
 _TRAINERS_THAT_DO_NOT_LOOK = ("transformers", "trl", "sentence_transformers", "setfit")
@@ -54,21 +50,17 @@ def move_model_to_device(original: Callable[..., Any], trainer: Any, model: nn.M
 
 def from_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Models are loaded to the host."""
-    device_map = kwargs.pop("device_map", None)
-    if device_map is not None:
-        logger.warning(
-            "megatrain: device_map=%r is ignored; the weights are loaded to host memory and megatrain decides what "
-            "goes to the GPU",
-            device_map,
-        )
+    if (device_map := kwargs.pop("device_map", None)) is not None:
+        what = "the weights are loaded to host memory and megatrain decides what goes to the GPU"
+        logger.warning("megatrain: device_map=%r is ignored; %s", device_map, what)
     return original(*args, **kwargs)
 
 
 def follow_trainer(trainer: Any) -> None:
     """Gives a new Trainer our callback, and watches its model until that is prepared: it must stream from its first batch on.
 
-    The stock Trainer moves the model to the GPU when it is made, so its code may call the model at once: TRL computes the
-    reference's log-probabilities in the constructor. Here all weights are still on the host then.
+    The stock Trainer has moved the model to the GPU by now, and its code may call it at once, as TRL does for the reference's
+    log-probabilities. Here all weights are still on the host.
     """
     reference, model = weakref.ref(trainer), getattr(trainer, "model", None)
     trainer.callback_handler.callbacks.insert(1, MegatrainCallback(reference))  # behind DefaultFlowCallback, before trackers
@@ -107,11 +99,9 @@ def label_smoothed_loss(
     shift_labels: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """``LabelSmoother.__call__`` of transformers, by ``cross_entropy`` where the logits are lazy.
-
-    Both are ``(1 - epsilon) * nll + epsilon * (mean over the vocabulary)``, summed over labelled tokens and divided by their
-    number or by ``num_items_in_batch``. Logits: (batch, tokens, vocabulary); labels: (batch, tokens).
-    """
+    """``LabelSmoother.__call__`` of transformers, by ``cross_entropy`` where the logits are lazy: both are ``(1 - epsilon) *
+    nll + epsilon * (mean over the vocabulary)``, summed over labelled tokens and divided by their number or by
+    ``num_items_in_batch``. Logits: (batch, tokens, vocabulary); labels: (batch, tokens)."""
     logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
     if not isinstance(logits, LazyLogits) or labels.dim() != logits.dim() - 1 or kwargs.keys() - {"num_items_in_batch"}:
         return original(smoother, model_output, labels, shift_labels=shift_labels, **kwargs)
@@ -133,16 +123,12 @@ def label_smoothed_loss(
     return loss / (count.to(loss.device) if torch.is_tensor(count) else count)
 
 
-def recorded_choice(state: TrainerState, name: str) -> Any:
-    """Returns the choice that was recorded under ``name``, or None."""
-    return state.stateful_callbacks.get(STATE_KEY, {"attributes": {}})["attributes"].get(name)
-
-
-def record_choice(state: TrainerState, name: str, choice: Any) -> None:
-    """Records a choice beside those already there; ``choice`` must be JSON-serializable."""
-    # The layout of transformers' ExportableState.
-    record = state.stateful_callbacks.setdefault(STATE_KEY, {"args": {}, "attributes": {}})
-    record["attributes"][name] = choice
+def choices_of(state: TrainerState) -> dict[str, Any]:
+    """What was chosen for a training, by name. Checkpoints hold it, as JSON."""
+    # The layout of transformers' ExportableState. No callback has this name: the Trainer would make it anew from the entry.
+    entry = state.stateful_callbacks.setdefault("megatrain_accelerate", {"args": {}, "attributes": {}})
+    choices: dict[str, Any] = entry["attributes"]
+    return choices
 
 
 def _is_a_users(owner: Any, name: str, packages: tuple[str, ...]) -> bool:
@@ -169,7 +155,8 @@ class MegatrainCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (engine := engine_of(kwargs["model"])) is not None:
-            self._close_telemetry()  # an exception may have ended the training before
+            if self._telemetry is not None:  # an exception ended the training before
+                self._telemetry.close()
             clips = bool(args.max_grad_norm and args.max_grad_norm > 0)
             tries_again = bool(args.auto_find_batch_size)
             require_steps_in_backward_possible(engine.config, args.gradient_accumulation_steps, clips, tries_again)
@@ -179,8 +166,7 @@ class MegatrainCallback(TrainerCallback):
                     "wait for it; leave it off (megatrain_config.micro_batch_size runs a large batch in pieces)"
                 )
             engine.expect_accumulation(args.gradient_accumulation_steps)
-            recorded = (recorded_choice(state, choice) for choice in ("compiles", "plan"))
-            engine.device_plan.expect_steps(state.max_steps, *recorded)
+            engine.device_plan.expect_steps(state.max_steps, *map(choices_of(state).get, ("compiles", "plan")))
             require_saving_possible(args, kwargs["model"], kwargs.get("optimizer"), engine)
             trainer = self._trainer()
             # Whether code of the user's, which may see gradients or weights, runs just before the step.
@@ -195,8 +181,7 @@ class MegatrainCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (engine := engine_of(kwargs["model"])) is not None:
-            record_choice(state, "compiles", engine.device_plan.expected[1])
-            record_choice(state, "plan", engine.device_plan.record)
+            choices_of(state).update(compiles=engine.device_plan.expected[1], plan=engine.device_plan.record)
         if self._telemetry is not None:
             self._telemetry.step_ends()
 
@@ -227,9 +212,6 @@ class MegatrainCallback(TrainerCallback):
         """The last step is applied before anybody reads the weights."""
         if (engine := engine_of(kwargs["model"])) is not None:
             engine.drain()
-        self._close_telemetry()
-
-    def _close_telemetry(self) -> None:
         if self._telemetry is not None:
             self._telemetry.close()
             self._telemetry = None

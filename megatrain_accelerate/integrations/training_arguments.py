@@ -56,8 +56,7 @@ def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwarg
         _refuse_unsupported(arguments)
     original(arguments, *args, **kwargs)
     if active:
-        # Before somebody reads the private attribute.
-        _ = arguments.n_gpu
+        _ = arguments.n_gpu  # before somebody reads the private attribute
 
 
 def _refuse_unsupported(arguments: Any) -> None:
@@ -94,13 +93,6 @@ def _refuse_unsupported(arguments: Any) -> None:
                 f"{name} and megatrain both decide where weights and optimizer states live; remove one of the two "
                 f"({name} comes from the training arguments or from the accelerate config)"
             )
-
-
-def reserved_share(arguments: Any) -> float:
-    """Of the GPU's memory, what somebody takes by turns with the training: TRL's vLLM in this process, which sleeps meanwhile.
-    One that doesn't has taken it before the first plan."""
-    sleeps = getattr(arguments, "use_vllm", False) and getattr(arguments, "vllm_enable_sleep_mode", False)
-    return float(arguments.vllm_gpu_memory_utilization) if sleeps else 0.0
 
 
 def to_dict(original: Callable[..., dict[str, Any]], arguments: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

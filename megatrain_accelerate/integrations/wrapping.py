@@ -22,6 +22,9 @@ _failures: dict[str, Exception] = {}
 _CALLED_ALWAYS = ("launcher", "training_arguments", "wrapping")
 """Modules whose replacements are called with the plugin off, too."""
 
+_EACH_TUNERS_OWN = {"merge_and_unload", "set_adapter", "unload"}
+"""Methods that each kind of adapter had of its own before PEFT 0.18, and most inherit since."""
+
 _ARGUMENTS = "_megatrain_arguments"
 """The attribute of an Accelerator with the training arguments of the Trainer that made it."""
 _trainer_arguments: Any = None
@@ -76,7 +79,15 @@ def apply(patch: Patch, module: ModuleType) -> None:
         _apply(patch, module)
         _failures.pop(patch.target, None)
     except Exception as error:
-        _failures[patch.target] = _patch_error(patch, error)
+        from megatrain_accelerate.errors import PatchError
+
+        package, tested = patch.package, TESTED_VERSIONS[patch.package]
+        failure = _failures[patch.target] = PatchError(
+            f"megatrain_accelerate can't patch {patch.target}: {type(error).__name__}: {error}. Installed: {package} "
+            f"{installed_version(package) or 'of unknown version'}; tested with: {package} {tested}. Install a tested version "
+            f"(pip install '{package}=={tested.split()[-1]}') or a newer megatrain-accelerate"
+        )
+        failure.__cause__ = error
 
 
 def _apply(patch: Patch, module: ModuleType) -> None:
@@ -100,31 +111,23 @@ def _apply(patch: Patch, module: ModuleType) -> None:
 
     names = needs.split(", ") if needs else ()
     if name == "__init__":
-        wrap_always(owner, name, after_init, names)
-    elif home in _CALLED_ALWAYS:
-        wrap_always(owner, name, replacement, names)
-    else:
-        way = wrap_tuner if patch.package == "peft" else wrap
-        way(owner, name, replacement, names)
+        wrap(owner, name, after_init, names, always=True)
+        return
+    if patch.package == "peft":
+        wrap_in_subclasses(owner, name, replacement)
+        if name in _EACH_TUNERS_OWN and _EACH_TUNERS_OWN.isdisjoint(vars(owner)):
+            return
+    wrap(owner, name, replacement, names, always=home in _CALLED_ALWAYS)
 
 
-def _patch_error(patch: Patch, cause: Exception) -> Exception:
+def installed_version(package: str) -> str | None:
+    """The version of a package; None if it isn't installed."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from megatrain_accelerate.errors import PatchError
-
     try:
-        installed = version(patch.package)
+        return version(package)
     except PackageNotFoundError:
-        installed = "of unknown version"
-    tested = TESTED_VERSIONS[patch.package]
-    error = PatchError(
-        f"megatrain_accelerate can't patch {patch.target}: {type(cause).__name__}: {cause}. Installed: {patch.package} "
-        f"{installed}; tested with: {patch.package} {tested}. Install a tested version (pip install "
-        f"'{patch.package}=={tested.split()[-1]}') or a newer megatrain-accelerate"
-    )
-    error.__cause__ = cause
-    return error
+        return None
 
 
 def load_replacement(module: str, name: str) -> Any:
@@ -132,12 +135,10 @@ def load_replacement(module: str, name: str) -> Any:
     return getattr(import_module(f"{home}.{module}"), name)
 
 
-def wrap_always(owner: Any, name: str, replacement: Callable[..., Any], needs: Sequence[str] = ()) -> None:
-    """Replaces a method or a property's getter by ``replacement(original, *args, **kwargs)``.
-
-    ``original`` is the plain function, which stays reachable as ``__wrapped__``. Raises ``TypeError`` where it is
-    missing, isn't a function, or lacks a parameter of ``needs``.
-    """
+def wrap(owner: Any, name: str, replacement: Callable[..., Any], needs: Sequence[str] = (), *, always: bool = False) -> None:
+    """Replaces a method, or a property's getter, by ``replacement(original, *args, **kwargs)`` where the plugin is on or
+    ``always``. ``original``, the plain function, stays reachable as ``__wrapped__``. Raises ``TypeError`` where it is missing,
+    isn't a function, or lacks a parameter of ``needs``."""
     try:
         stored = inspect.getattr_static(owner, name)
     except AttributeError:
@@ -151,9 +152,13 @@ def wrap_always(owner: Any, name: str, replacement: Callable[..., Any], needs: S
     if missing := [parameter for parameter in needs if parameter not in signature.parameters]:
         raise TypeError(f"it has no parameter {', '.join(missing)}; its signature is {signature}")
 
+    find_arguments = _ARGUMENTS_OF.get(owner.__name__)
+
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return replacement(original, *args, **kwargs)
+        if always or is_active(find_arguments(args[0]) if find_arguments is not None else None):
+            return replacement(original, *args, **kwargs)
+        return original(*args, **kwargs)
 
     setattr(wrapper, _MARK, True)
     if isinstance(stored, property):
@@ -162,44 +167,17 @@ def wrap_always(owner: Any, name: str, replacement: Callable[..., Any], needs: S
         setattr(owner, name, type(stored)(wrapper) if isinstance(stored, (classmethod, staticmethod)) else wrapper)
 
 
-def wrap(owner: Any, name: str, replacement: Callable[..., Any], needs: Sequence[str] = ()) -> None:
-    """As :func:`wrap_always`; where the plugin is off the original is called."""
-    find_arguments = _ARGUMENTS_OF.get(owner.__name__)
-
-    def when_active(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not is_active(find_arguments(args[0]) if find_arguments is not None else None):
-            return original(*args, **kwargs)
-        return replacement(original, *args, **kwargs)
-
-    wrap_always(owner, name, when_active, needs)
-
-
-_EACH_TUNERS_OWN = {"merge_and_unload", "set_adapter", "unload"}
-"""Methods that each kind of adapter had of its own before PEFT 0.18, and most inherit since."""
-
-
-def wrap_tuner(tuner: Any, name: str, replacement: Callable[..., Any], needs: Sequence[str] = ()) -> None:
-    """As :func:`wrap`, for PEFT's ``BaseTuner`` and its subclasses with such a method."""
-    if name not in _EACH_TUNERS_OWN or not _EACH_TUNERS_OWN.isdisjoint(vars(tuner)):
-        wrap(tuner, name, replacement, needs)
-    wrap_in_subclasses(tuner, name, replacement)
-
-
 def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     """As :func:`wrap`, for the method of this name that a subclass has of its own: of those that exist, and of those to come.
-
-    Where such a method calls its parent's, ``replacement`` may run within itself.
-    """
+    Where such a method calls its parent's, ``replacement`` may run within itself."""
     for cls in _subclasses(owner):
         if name in vars(cls):
             wrap(cls, name, replacement)
     inherited = vars(owner).get("__init_subclass__")
 
     def init_subclass(cls: type, **kwargs: Any) -> None:
-        if inherited is None:
-            super(owner, cls).__init_subclass__(**kwargs)
-        else:
-            inherited.__func__(cls, **kwargs)
+        parents = super(owner, cls).__init_subclass__ if inherited is None else inherited.__get__(None, cls)
+        parents(**kwargs)
         if name in vars(cls):
             wrap(cls, name, replacement)
 
@@ -207,10 +185,8 @@ def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -
 
 
 def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
-    """Adds fields to a dataclass and its subclasses: by name, type and ``field()`` with a default.
-
-    Raises ``TypeError`` where it isn't a dataclass, or has a field of that name.
-    """
+    """Adds fields to a dataclass and its subclasses: by name, type and ``field()`` with a default. Raises ``TypeError`` where
+    it isn't a dataclass, or has a field of that name."""
     existing = getattr(owner, "__dataclass_fields__", None)
     if existing is None:
         raise TypeError(f"{owner.__name__} is not a dataclass")

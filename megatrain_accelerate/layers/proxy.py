@@ -140,7 +140,9 @@ def install_proxy(layer: nn.Module, runner: Callable[..., Any], before_copy: Cal
 
 
 def remove_proxy(layer: nn.Module, forward: Callable[..., Any]) -> None:
-    """Gives the layer its own class and forward back."""
+    """Gives a layer that is a proxy its own class and forward back."""
+    if not is_proxy(layer):
+        return
     original: Any = layer._megatrain_original_class
     layer.__class__ = original
     runner = layer.__dict__.pop(_RUNNER)

@@ -72,6 +72,8 @@ class Counters:
     stepped_parameters: int = 0
     step_seconds: float = 0.0
     """Time the step worker computed; without its waits for gradients."""
+    plan_seconds: float = 0.0
+    """Spent on plans in training forwards: their runs without data and their measurements."""
 
     def add(self, cause: Cause, amount: float, what: str = "wait_ms") -> None:
         """Adds to the counter of that name that the cause has."""

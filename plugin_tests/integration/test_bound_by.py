@@ -17,6 +17,7 @@ from megatrain_accelerate.optim import fused_step
 from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.placement import Placement
 from megatrain_accelerate.transfer import prefetch
+from megatrain_accelerate.transfer.meter import Counters
 
 pytestmark = pytest.mark.usefixtures("outlined_once")
 
@@ -146,7 +147,7 @@ def test_what_bounds_is_printed_once_it_is_known_and_when_it_changes(
 
         with monkeypatch.context() as patched:
             # The plan's time would count as a plan.
-            patched.setattr(Engine, "plan_seconds", property(lambda engine: 0.0, lambda engine, value: None), raising=False)
+            patched.setattr(Counters, "plan_seconds", property(lambda engine: 0.0, lambda engine, value: None), raising=False)
             patched.setattr(DevicePlan, "follow", begin)
             patched.setattr(fused_step, "apply_segments", slowed)
             run_trainer(tiny_llama, tmp_path / str(len(list(tmp_path.iterdir()))), streamed=True, max_steps=steps, **changes)

@@ -45,7 +45,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from versions import OLD_CHECKPOINTING_NAMES, require_arguments
 
 from megatrain_accelerate.engine import engine_of
-from megatrain_accelerate.integrations.joined_batches import CannotJoinError, JoinedBatch
+from megatrain_accelerate.integrations.joined_batches import CannotJoinError, join
 from megatrain_accelerate.plan import device_plan
 from megatrain_accelerate.plan.machine import Machine
 
@@ -493,9 +493,9 @@ def rows(count: int, **changes: Any) -> Record:
 def test_samples_are_joined_in_order() -> None:
     first, second = examples(2), examples(1, seed=6)
     stacked = [{key: torch.stack([r[key] for r in records]) for key in records[0]} for records in (first, second)]
-    joined = JoinedBatch.of(stacked)
-    assert joined.samples == 2
-    assert torch.equal(joined.inputs["input_ids"], torch.stack([r["input_ids"] for r in [*first, *second]]))
+    joined, samples = join(stacked)
+    assert samples == 2
+    assert torch.equal(joined["input_ids"], torch.stack([r["input_ids"] for r in [*first, *second]]))
 
 
 @pytest.mark.parametrize(
@@ -513,7 +513,7 @@ def test_samples_are_joined_in_order() -> None:
 )
 def test_what_cannot_be_joined_for_certain_is_named(batches: list[Any], reason: str) -> None:
     with pytest.raises(CannotJoinError, match=reason):
-        JoinedBatch.of(batches)
+        join(batches)
 
 
 # ---------------------------------------------------------------- the plan's choice

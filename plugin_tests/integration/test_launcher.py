@@ -91,7 +91,7 @@ def environment(*command: str | Path) -> dict[str, str]:
 
 def exported(env: dict[str, str]) -> MegatrainConfig:
     assert env["MEGATRAIN_ACTIVE"] == "1"
-    return MegatrainConfig.from_json(env["MEGATRAIN_CONFIG"])
+    return MegatrainConfig.from_mapping(json.loads(env["MEGATRAIN_CONFIG"]))
 
 
 class TestYaml:

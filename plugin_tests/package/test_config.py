@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_accelerate.activation import read_settings
+from megatrain_accelerate.activation import ENV_ACTIVE, ENV_CONFIG, active_config, deactivate, read_settings
 from megatrain_accelerate.config import MegatrainConfig, PlacementSettings, usable_cpu_count
 from megatrain_accelerate.errors import ConfigError
 
@@ -25,7 +26,7 @@ def test_settings_survive_json() -> None:
         layer_classes=("A", "B"),
         step_schedule="serial",
     )
-    assert MegatrainConfig.from_json(config.to_json()) == config
+    assert MegatrainConfig.from_mapping(json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 
 def test_the_placement_may_be_a_mapping_in_code_too() -> None:
@@ -119,9 +120,12 @@ def test_settings_must_be_a_mapping(settings: Any) -> None:
         MegatrainConfig.from_mapping(settings)
 
 
-def test_malformed_settings_of_the_launcher_are_shown() -> None:
+def test_malformed_settings_of_the_launcher_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    deactivate()
+    monkeypatch.setenv(ENV_ACTIVE, "1")
+    monkeypatch.setenv(ENV_CONFIG, "{broken")
     with pytest.raises(ConfigError, match=r"not JSON: '\{broken'"):
-        MegatrainConfig.from_json("{broken")
+        active_config()
 
 
 def test_a_person_may_give_settings_in_three_forms(tmp_path: Path) -> None:

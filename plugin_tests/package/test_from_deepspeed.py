@@ -71,12 +71,12 @@ def converted(tmp_path: Path, given: object) -> Conversion:
 
 
 def said(conversion: Conversion, key: str) -> Remark:
-    (remark,) = [remark for remark, keys in conversion.remarks if key in keys]
+    (remark,) = [remark for remark, keys in conversion.remarks.items() if key in keys]
     return remark
 
 
 def kinds(conversion: Conversion, kind: Kind) -> list[str]:
-    return [key for remark, keys in conversion.remarks for key in keys if remark.kind is kind]
+    return [key for remark, keys in conversion.remarks.items() for key in keys if remark.kind is kind]
 
 
 def test_offloading_needs_nothing_and_the_rest_is_for_the_script(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_offloading_needs_nothing_and_the_rest_is_for_the_script(tmp_path: Path)
     assert kinds(conversion, Kind.AUTO) == ["optimizer.params.weight_decay", "train_batch_size"]
     assert not kinds(conversion, Kind.UNKNOWN)
     assert not kinds(conversion, Kind.WITHOUT)
-    assert not [keys for _, keys in conversion.remarks if any(key.startswith("fp16") for key in keys)], "it is off"
+    assert not [keys for _, keys in conversion.remarks.items() if any(key.startswith("fp16") for key in keys)], "it is off"
 
 
 def test_accelerates_yaml_keeps_precision_and_gpus(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_what_has_no_counterpart_is_said(given: dict[str, Any], key: str, tmp_pa
 def test_what_is_off_is_passed_over(tmp_path: Path) -> None:
     zero = {"zero_quantized_weights": False, "offload_param": None}
     off = {"zero_optimization": zero, "wandb": {"enabled": False}, "gradient_clipping": 1, "mixed_precision": None}
-    assert [keys for _, keys in converted(tmp_path, off).remarks] == [["deepspeed"], ["gradient_clipping"]]
+    assert [keys for _, keys in converted(tmp_path, off).remarks.items()] == [["deepspeed"], ["gradient_clipping"]]
 
 
 @pytest.mark.parametrize("clipping", [{}, {"gradient_clipping": 0.0}], ids=["absent", "0"])

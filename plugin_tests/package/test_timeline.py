@@ -192,7 +192,7 @@ def test_neighbours_of_one_layer_are_drawn_as_one() -> None:
 
 @pytest.mark.parametrize(("unit", "number"), [("model.layers.17", "17"), ("model.norm", ""), ("", "")])
 def test_layers_are_known_by_their_number(unit: str, number: str) -> None:
-    assert Span(0, 1, "forward", unit).layer_number == number
+    assert Span(0, 1, "forward", unit).label == number
 
 
 class TestCommand:
