@@ -17,11 +17,10 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError, MegatrainError
 from megatrain_accelerate.estimate import USUAL_LENGTH
 from megatrain_accelerate.estimate.forecast import Forecast, Forecaster
-from megatrain_accelerate.estimate.machine_description import MachineOptions, describe_machine
+from megatrain_accelerate.estimate.machine_description import describe_machine
 from megatrain_accelerate.estimate.meta_engine import PositionTable, load_config, model_on_meta, position_table
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
 from megatrain_accelerate.plan.fake_runs import replaced
-from megatrain_accelerate.plan.plan_table import experts_text
 
 logger = logging.getLogger(__name__)
 _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -55,12 +54,9 @@ class Limits:
 
 class Estimate:
     """What is found out about one model on one machine; anything that takes a run without data is found when it is first asked
-    for. Bytes; speeds a second. The model's configuration is loaded by its name, unless ``settings`` are that.
-
-    Raises:
-        MegatrainError: a wrong argument, no configuration, or a model that can't stream; the message says what to do. So does
-            all that runs the model.
-    """
+    for. Bytes; speeds a second. The model's configuration is loaded by its name, unless ``settings`` are that. A
+    MegatrainError for a wrong argument, no configuration, or a model that can't stream; the message says what to do. So does
+    all that runs the model."""
 
     def __init__(self, options: argparse.Namespace, settings: Any = None) -> None:
         config = MegatrainConfig.from_mapping(dict(options.set))
@@ -72,23 +68,11 @@ class Estimate:
         require_steps_in_backward_possible(config, options.accumulation)
         if options.no_limits and not options.batch:
             raise ConfigError("--no-limits needs --batch: without limits it isn't known which batches to look at")
-        names = [field.name for field in dataclasses.fields(MachineOptions)]
         self.model: str = options.model
-        self.machine = describe_machine(MachineOptions(**{name: getattr(options, name) for name in names}), config)
+        self.machine = describe_machine(options, config)
         settings = settings or load_config(options.model, options.trust_remote_code)
         model = model_on_meta(settings, options.trust_remote_code)
-        sizes = (self.machine.gpu_bytes, self.machine.host_bytes)
-        self.forecaster = Forecaster(
-            model,
-            config,
-            self.machine.machine,
-            *sizes,
-            micro_batches=options.accumulation,
-            gpus=options.gpus,
-            exchange_bytes=self.machine.exchange_bytes,
-            machines=options.machines,
-            network_bytes=self.machine.network_bytes,
-        )
+        self.forecaster = Forecaster(model, config, self.machine, options.accumulation)
         text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
         self.stated_positions: int | None = getattr(text, "max_position_embeddings", None)
         """The longest sequence that the configuration names."""
@@ -144,21 +128,6 @@ class Estimate:
     @property
     def missing_host_bytes(self) -> int:
         return self.forecaster.host_store_bytes - self.forecaster.host_bytes
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        forecaster, runtime = self.forecaster, self.forecaster.engine.runtime
-        return {
-            "model": self.model,
-            "model_class": type(forecaster.model).__name__,
-            "parameters": forecaster.parameters,
-            "active_parameters": forecaster.active_parameters,
-            "layers": len(runtime.layers),
-            "layer_parameters": max(layer.parameter_count for layer in runtime.layers),
-            "experts": experts_text(runtime) if runtime.experts else None,
-            "stated_positions": self.stated_positions,
-            "table_positions": self.table and self.table.positions,
-        }
 
 
 @contextlib.contextmanager

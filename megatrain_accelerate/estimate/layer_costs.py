@@ -33,11 +33,9 @@ _DROPOUT_PLACES = {scaled_dot_product_attention: 4, multi_head_attention_forward
 
 
 class WithoutAttentionDropout(TorchFunctionMode):
-    """Calls of torch's attention drop nothing out while the body runs.
-
-    A GPU's attention kernels apply dropout on the fly, and keep no scores. The CPU's, which stand for them here, can't: with
-    dropout torch takes products and a softmax there, with the scores of all pairs of tokens in memory.
-    """
+    """Calls of torch's attention drop nothing out while the body runs. A GPU's attention kernels apply dropout on the fly, and
+    keep no scores. The CPU's, which stand for them here, can't: with dropout torch takes products and a softmax there, with
+    the scores of all pairs of tokens in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,9 +92,7 @@ def with_times(profile: LayerProfile, saved: SavedInForward, compiles: bool, mac
 
 def between(once: Any, twice: Any, times: float) -> Any:
     """What ``times`` the sequences of ``once`` cost: linear, through ``once`` and ``twice``, which is of two times as many.
-
-    Both are dataclasses, tuples and numbers of one structure; what is no number is taken from ``twice``.
-    """
+    Both are dataclasses, tuples and numbers of one structure; what is no number is taken from ``twice``."""
     if dataclasses.is_dataclass(twice) and not isinstance(twice, type):
         names = [field.name for field in dataclasses.fields(twice) if field.init]
         return dataclasses.replace(
