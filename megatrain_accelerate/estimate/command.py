@@ -49,10 +49,9 @@ def _setting(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} isn't KEY=VALUE, for example placement.kept_layers=0")
-    try:
+    with contextlib.suppress(json.JSONDecodeError):
         return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
+    return key, value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -53,10 +53,9 @@ class Limits:
 
 
 class Estimate:
-    """What is found out about one model on one machine; anything that takes a run without data is found when it is first asked
-    for. Bytes; speeds a second. The model's configuration is loaded by its name, unless ``settings`` are that. A
-    MegatrainError for a wrong argument, no configuration, or a model that can't stream; the message says what to do. So does
-    all that runs the model."""
+    """What is found out about one model on one machine; what takes a run without data when it is first asked for. Bytes;
+    speeds a second. The configuration is loaded by the model's name, unless ``settings`` are that. A MegatrainError for a
+    wrong argument, no configuration, or a model that can't stream or run; the message says what to do."""
 
     def __init__(self, options: argparse.Namespace, settings: Any = None) -> None:
         config = MegatrainConfig.from_mapping(dict(options.set))
@@ -211,9 +210,7 @@ def largest(needs: Callable[[int], int], budget: int, most: int, tolerance: floa
 
 
 def _batches(most: int) -> Sequence[int]:
-    """Powers of two up to the largest batch, and that itself; 1 where nothing fits."""
-    if most < 1:
-        return [1]
+    """Powers of two up to the largest batch, and that itself."""
     powers = [1 << exponent for exponent in range(most.bit_length()) if 1.5 * (1 << exponent) < most]
     step = max(1, -(-len(powers) // _MOST_ROWS))
     return [*powers[::step], most]

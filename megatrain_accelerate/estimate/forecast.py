@@ -84,12 +84,8 @@ class Forecast:
 
 
 class Forecaster:
-    """Predicts steps of one model, on the meta device, on a machine.
-
-    Raises:
-        UnsupportedError: the model can't stream, or not on several GPUs; the message says why.
-        ConfigError: the settings name more layers than the model has, or what several GPUs can't do.
-    """
+    """Predicts steps of one model, on the meta device, on a machine. An UnsupportedError if the model can't stream, or not on
+    several GPUs; a ConfigError if the settings name more layers than it has, or what several GPUs can't do."""
 
     def __init__(self, model: nn.Module, config: MegatrainConfig, machine: MachineDescription, micro_batches: int = 1) -> None:
         if machine.all_gpus > 1:

@@ -33,9 +33,8 @@ _DROPOUT_PLACES = {scaled_dot_product_attention: 4, multi_head_attention_forward
 
 
 class WithoutAttentionDropout(TorchFunctionMode):
-    """Calls of torch's attention drop nothing out while the body runs. A GPU's attention kernels apply dropout on the fly, and
-    keep no scores. The CPU's, which stand for them here, can't: with dropout torch takes products and a softmax there, with
-    the scores of all pairs of tokens in memory."""
+    """Calls of torch's attention drop nothing out while the body runs. A GPU's kernels apply dropout on the fly and keep no
+    scores; the CPU's, which stand for them, take products and a softmax then, with all pairs of tokens in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,11 +55,9 @@ class WithoutAttentionDropout(TorchFunctionMode):
 
 
 def with_times(profile: LayerProfile, saved: SavedInForward, compiles: bool, machine: Machine) -> LayerProfile:
-    """The profile of a call with seconds, and, if it ``compiles``, with the memory that it takes then.
-
-    Compiled code saves what products and attention read or made, and recomputes the rest from that and from the residual
-    stream; its forward has two more tensors of the output's size in memory. A recompute stops at the last saved tensor.
-    """
+    """The profile of a call with seconds, and, if it ``compiles``, with the memory that it takes then. Compiled code saves
+    what products and attention read or made, and recomputes the rest from that and from the residual stream; its forward has
+    two more tensors of the output's size in memory. A recompute stops at the last saved tensor."""
 
     def seconds(costs: OpCosts) -> float:
         products = (costs.flops - costs.attention_flops) / PRODUCTS + costs.attention_flops / ATTENTION

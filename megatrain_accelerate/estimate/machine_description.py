@@ -135,9 +135,9 @@ class MachineDescription:
 
 
 def describe_machine(options: Namespace, config: MegatrainConfig) -> MachineDescription:
-    """The machine of the command's options (:func:`~megatrain_accelerate.estimate.command.add_arguments`). A ConfigError if
-    there is no GPU here and none is described, a description isn't complete or is of this machine's host, a memory is too
-    small or larger than the GPU's, or nothing says how fast several machines' network is."""
+    """The machine of the command's options. A ConfigError if there is no GPU here and none is described, a description isn't
+    complete or is of this machine's host, a memory is too small or larger than the GPU's, or nothing names the speed of
+    several machines' network."""
     gpus, machines, network_bytes = options.gpus, options.machines, options.network_bytes
     for option, value, count, needs in (
         ("--peer-link", options.peer_bytes, gpus, "--gpus"),
@@ -319,7 +319,7 @@ def _unknown_gpu(options: Namespace) -> KnownGpu:
     }
     if missing := [name for name, value in needed.items() if value is None]:
         raise ConfigError(f"a GPU that isn't in the table needs {', '.join(missing)} too; or name a known one by --gpu")
-    memory, dense, device, link = (value or 0.0 for value in needed.values())
+    memory, dense, device, link = needed.values()
     speeds = (dense / DENSE_SHARE, device / MEMORY_SHARE, link / H2D_SHARE)
     return KnownGpu("described GPU", memory / GIB, *speeds, host_cores=usable_cpu_count())
 

@@ -1,7 +1,5 @@
-"""A model without weights, from its configuration alone, and an engine without memory.
-
-The engine is the real one, on a model of the meta device; its store is as large and holds nothing.
-"""
+"""A model without weights, from its configuration alone, and the real engine on it, whose store is as large and holds
+nothing."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ _MOST_SPARE_ROWS = 8
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> Any:
-    """The configuration of a model: an id of the Hub, a local folder, or a ``config.json``. Code comes with it if trusted. A
-    ConfigError if there is none."""
+    """The configuration of an id of the Hub, a local folder, or a ``config.json``, with code if trusted; a ConfigError if
+    none."""
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # each configuration checks its entries in its own way
@@ -57,10 +55,8 @@ def model_on_meta(config: Any, trust_remote_code: bool = False) -> nn.Module:
     kind = next((kind for kind in kinds if kind is not None), None)
     with torch.device("meta"):
         try:
-            if kind is None:
-                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-            else:
-                model = kind(config)
+            auto = transformers.AutoModelForCausalLM
+            model = kind(config) if kind else auto.from_config(config, trust_remote_code=trust_remote_code)
         except Exception as error:  # each model's code fails in its own way
             raise UnsupportedError(
                 f"no model can be made of a {type(config).__name__} ({type(error).__name__}: {error}); mend the configuration "
@@ -108,11 +104,8 @@ class _MetaUnit(HostUnit):
 
 class MetaEngine(Engine):
     """The engine of a model on the meta device, in training mode with bf16, for one of ``gpus`` processes on each of so many
-    ``machines``; raises as the engine does.
-
-    What the settings place is left to :class:`ForecastPlan`. Experts are cut into parts by ``gpu_bytes``, the device memory
-    that a step may take; None leaves them whole.
-    """
+    ``machines``; raises as the engine does. What the settings place is left to :class:`ForecastPlan`. Experts are cut into
+    parts by ``gpu_bytes``, the device memory that a step may take; None leaves them whole."""
 
     unit_class = _MetaUnit
 

@@ -68,10 +68,8 @@ def table(estimate: Estimate) -> Iterator[str]:
     yield ""
     yield _fact("GPU memory", f"from {estimate.least_gpu_bytes / GIB:.1f} GiB, for one sequence of {estimate.length:,} tokens")
     if limits is not None:
-        batch, context = (
-            f"at least {most:,}" if is_least else f"{most:,}"
-            for most, is_least in ((limits.batch, limits.batch_is_least), (limits.context, limits.context_is_least))
-        )
+        batch = "at least " * limits.batch_is_least + f"{limits.batch:,}"
+        context = "at least " * limits.context_is_least + f"{limits.context:,}"
         stated = f"; the configuration names {estimate.stated_positions:,}" if estimate.stated_positions else ""
         if (positions := estimate.table) is not None:
             stated = f"; the model has {positions.positions:,} positions ({positions.name})"

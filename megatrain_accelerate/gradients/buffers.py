@@ -39,10 +39,8 @@ def of_their_own(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class HostBuffers:
-    """Host buffers of uint8 that take turns.
-
-    Owner: the offloader. Writer of one: the d2h stream. Reader: the step worker, until the gate opens for which it was taken.
-    """
+    """Host buffers of uint8 that take turns. Owner: the offloader. Writer of one: the d2h stream. Reader: the step worker,
+    until the gate opens for which it was taken."""
 
     def __init__(self, count: int, size_bytes: int, *, register: bool, meter: Meter) -> None:
         self._meter = meter
@@ -123,10 +121,8 @@ def not_stepped(layer: Stepped) -> StateError:
 
 
 def refuse_unstepped(layers: Sequence[Stepped], parameters: Collection[int]) -> None:
-    """Raises a StateError for a layer's gradient that ``step()`` finds where it can't be read.
-
-    ``parameters``: the ``id`` of each whose gradient no backward since the last step has consumed.
-    """
+    """Raises a StateError for a layer's gradient that ``step()`` finds where it can't be read. ``parameters``: the ``id`` of
+    each whose gradient no backward since the last step has consumed."""
     for layer in layers:
         names = [state.name for state in layer.unit.states if id(state.parameter) in parameters]
         if names and layer.unit.passes_gradients and not layer.unit.is_on_device:

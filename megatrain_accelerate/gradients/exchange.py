@@ -27,11 +27,7 @@ _BUCKET_BYTES = 64 * MIB
 
 
 class Exchange:
-    """The collectives of gradients, which every rank issues in the same order: that of its backward.
-
-    Args:
-        layouts: of what has gradients in a slot.
-    """
+    """Collectives of gradients, on each rank in the order of the backward. ``layouts``: of what has gradients in a slot."""
 
     def __init__(self, shared: SharedStore, streams: Streams, layouts: Iterable[FlatLayout]) -> None:
         self._ranks, self._order, self._streams = shared.ranks, shared.order, streams
@@ -90,9 +86,7 @@ class Exchange:
 
     def mean_of_share(self, buffer: torch.Tensor, layout: FlatLayout, name: str) -> None:
         """Of a unit's flat gradients (uint8) this rank's share becomes the mean of all ranks'; the rest stays as it was.
-
-        Issued on the current stream, which must be the d2h stream: what is received lies where the next call receives.
-        """
+        Issued on the current stream, which must be the d2h stream: what is received lies where the next call receives."""
         self._order.enter(name)
         ranks = self._ranks
         shares = [layout.share_of(rank, ranks.size) for rank in range(ranks.size)]
@@ -109,10 +103,8 @@ class Exchange:
                 target[place].view(dtype).copy_(_mean([part[place].view(dtype) for part in parts]))
 
     def make_means(self, gradients: Sequence[torch.Tensor], name: str) -> None:
-        """Each of these contiguous gradients becomes the mean of all ranks', in place, on each rank.
-
-        It runs beside what the compute stream does next; :meth:`wait_for_means` before anybody reads them, or lets go of them.
-        """
+        """Each of these contiguous gradients becomes the mean of all ranks', in place, on each rank. It runs beside what the
+        compute stream does next; :meth:`wait_for_means` before anybody reads them, or lets go of them."""
         streams = self._streams
         self._order.enter(name)
         # RAW: the other ranks must see finished gradients.

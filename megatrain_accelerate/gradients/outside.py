@@ -106,7 +106,5 @@ class OutsideGradients:
 
     def _settle(self, backward: int) -> None:
         self._offloader.wait()
-        with torch.no_grad():
-            for state, gradient in self._aside.pop(backward).values():
-                self._offloader.add_in_place(state, gradient)
-                state.normed = None
+        for state, gradient in self._aside.pop(backward).values():
+            self._offloader.sums.add(state, gradient)

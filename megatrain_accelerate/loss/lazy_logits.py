@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.layers.proxy import install_proxy, remove_proxy
-from megatrain_accelerate.loss.products import prepare_products
+from megatrain_accelerate.loss.products import product_form
 from megatrain_accelerate.loss.tiled_cross_entropy import Operation, TiledCrossEntropy, strip_tokens
 
 _aten = torch.ops.aten
@@ -102,8 +102,7 @@ class LazyLogits(torch.Tensor):
         return made
 
     def _materialised(self) -> torch.Tensor:
-        """The values, without a graph; made once, so that in-place writes are seen by all who share them. A StateError if they
-        can't be made any more."""
+        """The values, without a graph, made once: all see in-place writes. A StateError if they can't be made any more."""
         value = self._cell[0] = self._computed()
         return value
 
@@ -299,8 +298,8 @@ class TiledHead:
     def __init__(self, head: nn.Linear, weights_version: Callable[[], Any], before_copy: Callable[[], None]) -> None:
         self._head = head
         self._weights_version = weights_version
-        for dtype in {head.weight.dtype, torch.bfloat16}:
-            prepare_products(head.weight.device, dtype)
+        for dtype in {head.weight.dtype, torch.bfloat16} - {torch.float32}:
+            product_form(head.weight.device.type, dtype)  # so that no step has to wait for the device
         self._forward = install_proxy(head, self._run, before_copy)
 
     def remove(self) -> None:

@@ -23,11 +23,9 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @functools.cache
 def product_form(device_type: str, dtype: torch.dtype) -> str:
-    """How this torch adds a half-precision product to an fp32 matrix on the device.
-
-    ``addmm``: in one kernel; ``mm``: fp32 product, then a sum; ``rounded``: the product is rounded first; ``converted``: the
-    operands are converted. Tried out with small matrices, since versions differ in which overload takes what.
-    """
+    """How this torch adds a half-precision product to an fp32 matrix on the device. ``addmm``: in one kernel; ``mm``: fp32
+    product, then a sum; ``rounded``: the product is rounded first; ``converted``: the operands are converted. Tried out with
+    small matrices, since versions differ in which overload takes what; waits for the device the first time."""
     if device_type != "cuda":
         return "converted"
     ones = torch.ones(16, 16, dtype=dtype, device=device_type)
@@ -38,12 +36,6 @@ def product_form(device_type: str, dtype: torch.dtype) -> str:
     with contextlib.suppress(RuntimeError, TypeError):
         return "mm" if torch.mm(ones, ones, out_dtype=torch.float32).dtype == torch.float32 else "rounded"
     return "rounded"
-
-
-def prepare_products(device: torch.device, dtype: torch.dtype) -> None:
-    """Finds out, once, what this torch offers; waits for the device, so that no step has to."""
-    if accumulator_dtype(dtype) != dtype:
-        product_form(device.type, dtype)
 
 
 _stands_for_gpu = False

@@ -57,12 +57,10 @@ def strip_tokens(vocabulary: int) -> int:
 
 
 class TiledCrossEntropy(torch.autograd.Function):
-    """``cross_entropy(chain(linear(hidden, weight, bias)), target)`` as one node.
-
-    ``hidden`` is (N, D), ``weight`` (V, D) and ``bias`` (V,) or None, in the head's dtype; ``target`` (N,) token ids;
-    ``chain`` the element-wise operations between head and loss, in order; ``options`` has ``ignore_index``, ``reduction`` and
-    ``label_smoothing``. The loss has no dimensions, and the dtype that the untiled one has.
-    """
+    """``cross_entropy(chain(linear(hidden, weight, bias)), target)`` as one node. ``hidden`` is (N, D), ``weight`` (V, D) and
+    ``bias`` (V,) or None, in the head's dtype; ``target`` (N,) token ids; ``chain`` the element-wise operations between head
+    and loss, in order; ``options`` has ``ignore_index``, ``reduction`` and ``label_smoothing``. The loss has no dimensions,
+    and the dtype that the untiled one has."""
 
     @staticmethod
     def forward(
