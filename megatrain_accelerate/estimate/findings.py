@@ -30,7 +30,6 @@ MOST_BATCH = 1 << 14
 MOST_TOKENS = (1 << 22) - 1024
 """Of one sequence that is tried. Without data, positions of more tokens have no values (plan/fake_runs.py), and the
 model makes a mask of all pairs of them, which it leaves out otherwise."""
-_STEPS_OF_TOKENS = (1024, 64, 1)
 _TOLERANCE = 0.02
 """Share of a limit by which it may be too small."""
 _MOST_ROWS = 7
@@ -38,18 +37,14 @@ _MOST_ROWS = 7
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What fits at most, where every layer streams and is recomputed, and inputs leave as far as the host has room."""
+    """What fits at most, where every layer streams and is recomputed, and inputs leave as far as the host has room: sequences
+    of the estimate's length, tokens of a single one, and the step on that. ``is_least``: more wasn't tried."""
 
     batch: int
-    """Sequences of the estimate's length."""
     context: int
-    """Tokens of a single sequence."""
     longest: Forecast | None
-    """The step on one sequence of the longest context."""
     batch_is_least: bool = False
-    """Whether more than the batch wasn't tried."""
     context_is_least: bool = False
-    """The same of the context."""
 
 
 class Estimate:
@@ -91,9 +86,8 @@ class Estimate:
 
     def rows(self) -> Iterator[Forecast]:
         """The steps on each batch. The first doesn't wait for the limits."""
-        first = self.batches[0] if self.batches else 1
         with _without_data(self.forecaster.model, self.length):
-            yield self._forecast(first, self.length)
+            yield self._forecast(self.batches[0] if self.batches else 1, self.length)
             for batch in (self.batches or _batches(self.limits.batch if self.limits else 1))[1:]:
                 yield self._forecast(batch, self.length)
 
@@ -169,9 +163,7 @@ def find_limits(forecaster: Forecaster, gpu_bytes: int, length: int, table: Posi
 
 def longest_context(needs: Callable[[int], int], budget: int, most: int) -> int:
     """Tokens of the longest sequence that fits: a multiple of 1,024, or of 64, or ``most``."""
-    for step in _STEPS_OF_TOKENS:
-        if most < step:
-            continue
+    for step in (step for step in (1024, 64, 1) if step <= most):
         steps = largest(lambda count, step=step: needs(count * step), budget, most // step, _TOLERANCE)  # type: ignore[misc]
         if steps == most // step and needs(most) <= budget:
             return most

@@ -45,7 +45,7 @@ few tiles, one tile is most of what is alive."""
 @dataclasses.dataclass(frozen=True)
 class Forecast:
     """A predicted training step: a row of an estimate. Bytes are peaks. Tokens a second are of all GPUs, host memory is of one
-    machine, the rest of one GPU."""
+    machine, the rest of one GPU. It ``fits`` both memories or not."""
 
     forecaster: Forecaster = dataclasses.field(compare=False, repr=False)
     batch: int
@@ -58,7 +58,6 @@ class Forecast:
     """Activations that stay on the GPU, and those that go to the host."""
     offloaded_bytes: int
     fits: bool
-    """In both memories."""
     joined: bool
     """Whether the micro-batches run as one batch (``join_micro_batches``)."""
     samples: int | None
@@ -117,7 +116,11 @@ class Forecaster:
         """Whether nothing is seen against joining micro-batches (integrations/joined_batches.py)."""
         if self.micro_batches < 2 or not self.config.join_micro_batches or self.engine.runtime.experts:
             return False
-        if self.engine.ranks > 1 or not _accepts_loss_kwargs(self.model) or what_sees_a_batch(self.model) is not None:
+        # As the Trainer finds out whether the model takes ``num_items_in_batch`` (transformers/trainer.py).
+        parameters = inspect.signature(self.model.forward).parameters.values()
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        takes_count = bool(getattr(self.model, "accepts_loss_kwargs", takes_any))
+        if self.engine.ranks > 1 or not takes_count or what_sees_a_batch(self.model) is not None:
             return False
         with standing_for_a_gpu(), self._attention:
             return self._run(1, _FEW_TOKENS, num_items_in_batch=torch.tensor(_FEW_TOKENS)).sums_loss
@@ -223,10 +226,3 @@ class Forecaster:
         # Asked while the model runs: transformers hangs hooks on routers whose logits the loss wants.
         compiles = not runtime.token_tile and not layer.experts and runtime.compiled.suits(layer) is not None
         return with_times(profile, saved, compiles, self.machine)
-
-
-def _accepts_loss_kwargs(model: nn.Module) -> bool:
-    """As the Trainer finds out whether the model takes ``num_items_in_batch`` (transformers/trainer.py)."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    return bool(getattr(model, "accepts_loss_kwargs", takes_any))

@@ -1,8 +1,6 @@
-"""What an unmeasured layer costs, from what a run without data counts: operations, bytes moved, bytes saved.
-
-Seconds take shares of the machine's speeds, which were fitted to a few measured trainings on one H200 (docs/estimate_method.md
-lists them). The shares say how far a training stays behind what ``plan/machine.py`` measures.
-"""
+"""What an unmeasured layer costs, from what a run without data counts: operations, bytes moved, bytes saved. Seconds take
+shares of the machine's speeds, fitted to a few measured trainings on one H200 (docs/estimate_method.md lists them): how far a
+training stays behind what ``plan/machine.py`` measures."""
 
 from __future__ import annotations
 
@@ -36,10 +34,8 @@ class WithoutAttentionDropout(TorchFunctionMode):
     """Calls of torch's attention drop nothing out while the body runs. A GPU's kernels apply dropout on the fly and keep no
     scores; the CPU's, which stand for them, take products and a softmax then, with all pairs of tokens in memory."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_dropped = False
-        """Whether a call would have dropped something."""
+    has_dropped = False
+    """Whether a call would have dropped something."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

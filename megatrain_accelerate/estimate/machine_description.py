@@ -1,9 +1,7 @@
-"""The machine that is estimated for: this one, as measured, or one that is described.
-
-Public figures are what makers state, which no training reaches. Sources: NVIDIA's data sheets of GPUs for servers and
-workstations, and the architecture white papers of GeForce RTX 30 (GA102), 40 (AD102) and 50 (GB202). bf16 products are dense,
-added up in fp32: on a GeForce twice its fp32 rate. The memory is what the driver reports, which is less than the name says.
-"""
+"""The machine that is estimated for: this one, as measured, or one that is described by public figures. These are what makers
+state, which no training reaches. Sources: NVIDIA's data sheets of GPUs for servers and workstations, and the architecture
+white papers of GeForce RTX 30 (GA102), 40 (AD102) and 50 (GB202). bf16 products are dense, added up in fp32: on a GeForce
+twice its fp32 rate. The memory is what the driver reports, which is less than the name says."""
 
 from __future__ import annotations
 
@@ -55,18 +53,16 @@ of 26 bytes); three quarters of the data sheet's for two channels of DDR5-5200 a
 
 @dataclasses.dataclass(frozen=True)
 class KnownGpu:
-    """A GPU by its data sheet, and the host that it usually sits in."""
+    """A GPU by its data sheet, and the host that it usually sits in, with its cores for each GPU. Speeds of memories and of
+    the link, each way, are bytes a second."""
 
     name: str
     memory_gib: float
     dense_flops: float
     memory_bytes: float
-    """A second."""
     link_bytes: float = PCIE5
-    """A second, each way."""
     host_dram_bytes: float = SERVER_DRAM
     host_cores: int = 16
-    """For each GPU."""
     sustained_flops: float | None = None
     """Of large bf16 products in a training, at the GPU's power limit; None where no training was measured."""
     shares_memory: bool = False
@@ -106,23 +102,21 @@ KNOWN_GPUS = (
 
 @dataclasses.dataclass
 class MachineDescription:
-    """Speeds and memories of one machine, or of each of several equal ones, and where they are from."""
+    """Speeds and memories of one machine, or of each of several equal ones, and where they are from. A step may take
+    ``gpu_bytes``. In a second GPUs exchange ``exchange_bytes`` of gradients, and machines ``network_bytes`` each way."""
 
     gpu: str
     machine: Machine
     """The speeds that one GPU's process has while those of all GPUs are at work."""
     gpu_bytes: int
-    """That a step may take."""
     gpu_total_bytes: int
     host_bytes: int | None
     """That all processes may take; None where nothing was said: as much as the model's states need."""
     notes: list[str]
     gpus: int = 1
     exchange_bytes: float = math.inf
-    """Of gradients a second, which several GPUs exchange."""
     machines: int = 1
     network_bytes: float = math.inf
-    """A second each way, between one of several machines and the others."""
 
     @property
     def all_gpus(self) -> int:

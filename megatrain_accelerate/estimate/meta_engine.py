@@ -67,12 +67,10 @@ def model_on_meta(config: Any, trust_remote_code: bool = False) -> nn.Module:
 
 @dataclasses.dataclass(frozen=True)
 class PositionTable:
-    """A table with a row for each position. Without data nothing refuses a longer sequence."""
+    """A part of the model with a row for each of its positions. Without data nothing refuses a sequence of more tokens."""
 
     name: str
-    """In the model."""
     positions: int
-    """Tokens of the longest sequence."""
 
 
 def position_table(model: Any, stated: int | None) -> PositionTable | None:

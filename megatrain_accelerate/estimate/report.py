@@ -28,9 +28,9 @@ def table(estimate: Estimate) -> Iterator[str]:
     needed_bytes, parameters, active = forecaster.host_store_bytes, forecaster.parameters, forecaster.active_parameters
     budget = "(--host-memory isn't given)" if machine.host_bytes is None else f"of {forecaster.host_bytes / GIB:,.1f} GiB"
     of_them = f", {active / 1e9:.2f} G of them active" if active < parameters else ""
-    model_class = type(forecaster.model).__name__
+    model_class, largest = type(forecaster.model).__name__, max(layer.parameter_count for layer in runtime.layers)
     yield _fact("model", f"{estimate.model}: {model_class}, {parameters / 1e9:.2f} G parameters{of_them}")
-    yield _fact("layers", f"{len(runtime.layers)}, the largest of {_largest_layer(estimate) / 1e6:,.0f} M parameters")
+    yield _fact("layers", f"{len(runtime.layers)}, the largest of {largest / 1e6:,.0f} M parameters")
     if runtime.experts:
         yield _fact("experts", experts_text(runtime))
     yield from _machine_facts(machine)
@@ -76,10 +76,6 @@ def table(estimate: Estimate) -> Iterator[str]:
         yield _fact("largest batch", f"{batch} sequences of {estimate.length:,} tokens")
         yield _fact("longest context", f"{context} tokens, one sequence{stated}")
     yield from _verdict(estimate)
-
-
-def _largest_layer(estimate: Estimate) -> int:
-    return max(layer.parameter_count for layer in estimate.forecaster.engine.runtime.layers)
 
 
 def _machine_facts(machine: MachineDescription) -> Iterator[str]:
@@ -186,7 +182,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         "parameters": forecaster.parameters,
         "active_parameters": forecaster.active_parameters,
         "layers": len(runtime.layers),
-        "layer_parameters": _largest_layer(estimate),
+        "layer_parameters": max(layer.parameter_count for layer in runtime.layers),
         "experts": experts_text(runtime) if runtime.experts else None,
         "stated_positions": estimate.stated_positions,
         "table_positions": estimate.table and estimate.table.positions,

@@ -1,8 +1,6 @@
-"""Host buffers for gradients that are added to others, and for those that pass through.
-
-Where gradients pass (``step_schedule: backward``), a layer's are consumed by its step as soon as they have arrived, so that
-only those on their way need memory: 12 bytes a parameter of a layer instead of 14. ``parameter.grad`` shows not-a-number then.
-"""
+"""Host buffers for gradients that are added to others, and for those that pass through. Where gradients pass (``step_schedule:
+backward``), a layer's are consumed by its step as soon as they have arrived, so that only those on their way need memory: 12
+bytes a parameter of a layer instead of 14. ``parameter.grad`` shows not-a-number then."""
 
 from __future__ import annotations
 
@@ -45,11 +43,10 @@ class HostBuffers:
     def __init__(self, count: int, size_bytes: int, *, register: bool, meter: Meter) -> None:
         self._meter = meter
         self._memories = [HostMemory(size_bytes, register=register) for _ in range(count)]
+        self._turns: collections.deque[tuple[torch.Tensor, UpdateGate]] = collections.deque()
         for memory in self._memories:
             memory.register()
-        self._turns: collections.deque[tuple[torch.Tensor, UpdateGate]] = collections.deque(
-            (memory.tensor(0, (size_bytes,), torch.uint8), UpdateGate()) for memory in self._memories
-        )
+            self._turns.append((memory.tensor(0, (size_bytes,), torch.uint8), UpdateGate()))
 
     @property
     def size_bytes(self) -> int:

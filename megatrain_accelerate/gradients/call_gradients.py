@@ -1,9 +1,7 @@
-"""Weight gradients of layers in autograd's graph, from the leaves of a call to the host store.
-
-A layer that is called once in a forward sends its gradients as soon as its backward has been issued. Those of a layer that is
-called several times are added up first, and those of a call in pieces of its batch are summed in fp32, as long as one
-backward (autograd's graph task) brings them.
-"""
+"""Weight gradients of layers in autograd's graph, from the leaves of a call to the host store. A layer that is called once in
+a forward sends its gradients as soon as its backward has been issued. Those of a layer that is called several times are added
+up first, and those of a call in pieces of its batch are summed in fp32, as long as one backward (autograd's graph task) brings
+them."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ class GradientSums:
         self._device = device
         self._elements = max((layout.state_elements for layout in layouts), default=0)
         self.buffer: torch.Tensor | None = None
-        """None before the first call that is cut."""
         self.user: weakref.ref[LayerSums] | None = None
-        """The sums in the buffer."""
 
     @property
     def planned_bytes(self) -> int:

@@ -21,10 +21,10 @@ class NormTable:
         trained = [state for unit in units for state in unit.states if state.entry.spec.trainable]
         for row, state in enumerate(trained):
             state.row = row
-        count = len(trained)
-        self._memory = HostMemory(4 * max(1, count), register=register)
+        count = max(1, len(trained))
+        self._memory = HostMemory(4 * count, register=register)
         self._memory.register()
-        self.norms = self._memory.tensor(0, (max(1, count),), torch.float32)
+        self.norms = self._memory.tensor(0, (count,), torch.float32)
 
     def of_unit(self, unit: HostUnit) -> torch.Tensor:
         """The unit's rows: one for each trainable entry, in entry order."""

@@ -1,8 +1,6 @@
-"""Means of the ranks' gradients: each rank gets its share of them from all, and adds them in fp32, in the order of ranks.
-
-So G ranks give the bits of one process that adds the same G parts in the same order, and a mean in bf16 is rounded once. It
-costs the bytes of a reduce-scatter in bf16.
-"""
+"""Means of the ranks' gradients: each rank gets its share of them from all, and adds them in fp32, in the order of ranks. So G
+ranks give the bits of one process that adds the same G parts in the same order, and a mean in bf16 is rounded once. It costs
+the bytes of a reduce-scatter in bf16."""
 
 from __future__ import annotations
 
@@ -57,13 +55,10 @@ class Exchange:
         self._make_means([zeros])
         return 2 * zeros.nbytes  # out in shares, and back as means
 
-    def note_found(self, states: Iterable[ParameterState]) -> None:
-        """A backward found gradients of these on this rank."""
+    def note_found(self, states: Iterable[ParameterState], among: Iterable[ParameterState] = ()) -> None:
+        """A backward that looked ``among`` these, whose dropped gradients count no more, found those of ``states`` here."""
+        self._found.difference_update(state.row for state in among if state.parameter.grad is None)
         self._found.update(row for state in states if (row := state.row) is not None)
-
-    def begin(self, states: Iterable[ParameterState]) -> None:
-        """Before the gradients of a backward are noted: forgets those of these parameters that were dropped."""
-        self._found.difference_update(state.row for state in states if state.parameter.grad is None)
 
     def gather_found(self, accumulated: Iterable[int | None]) -> tuple[set[int], set[int]]:
         """Called by all ranks when a backward is over. Returns the rows in which any rank's autograd ``accumulated`` itself,
@@ -149,7 +144,7 @@ def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """In fp32, added in the order of the parts."""
-    total = parts[0].float() if parts[0].dtype != torch.float32 else parts[0].clone()
+    total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
         total += part
     return total.mul_(1 / len(parts))

@@ -1,10 +1,8 @@
-"""Gradients of several backwards summed in fp32: the bf16 half is ``parameter.grad``, a 16-bit residual lies beside it.
-
-The pair is split as the masters are (``csrc/split_master.h``), so the sum has every bit of an fp32 addition for 2 bytes a
+"""Gradients of several backwards summed in fp32: the bf16 half is ``parameter.grad``, a 16-bit residual lies beside it. The
+pair is split as the masters are (``csrc/split_master.h``), so the sum has every bit of an fp32 addition for 2 bytes a
 parameter more, and nothing more moves over the link but the residuals of resident parameters, once a step. A residual counts
 only while ``parameter.grad`` is the tensor, at the version, that it was made with (:attr:`ParamHandle.has_fp32_sum`): where
-somebody wrote to, replaced or dropped the gradient the sum goes on from what is there.
-"""
+somebody wrote to, replaced or dropped the gradient the sum goes on from what is there."""
 
 from __future__ import annotations
 
@@ -56,11 +54,6 @@ class RunningSum:
     def add(self, gradient: torch.Tensor) -> None:
         """Adds a gradient of the same shape and dtype, in place; no version counter moves."""
         self.kernels.accumulate_split(self.gradient, self.residual, gradient.contiguous(), self.has_residual)
-
-    def scale(self, factor: float) -> None:
-        """Multiplies the sum, in fp32, in place; no version counter moves."""
-        total = joined_sum(self.gradient, self.residual, self.kernels) if self.has_residual else self.gradient.float()
-        self.kernels.split(total.mul_(factor), self.gradient, self.residual)
 
 
 class Fp32Sums:
@@ -126,22 +119,22 @@ class Fp32Sums:
 
     @torch.no_grad()
     def scale(self, state: ParameterState, factor: float, others_follow: bool) -> None:
-        """Multiplies ``parameter.grad`` in place; an fp32 sum from then on if ``others_follow``."""
+        """Multiplies ``parameter.grad`` in place; an fp32 sum from then on if ``others_follow``, and no version moves then."""
         assert state.parameter.grad is not None
         if others_follow:
             self.prepare()
         gradient = state.parameter.grad
         running = self.running(state) if others_follow or state.handle.has_fp32_sum else None
+        residual = None if running is None else running.residual
         if state.share is not None and state.gradient is not None and gradient.data_ptr() == state.gradient.data_ptr():
             # Each rank scales what it steps of a gradient that all of them share.
             gradient = state.share.of(state.entry, gradient)
-            if running is not None:
-                residual = state.share.of(state.entry, running.residual)
-                running = dataclasses.replace(running, gradient=gradient, residual=residual)
-        if running is None:
+            residual = None if residual is None else state.share.of(state.entry, residual)
+        if running is None or residual is None:
             gradient.mul_(factor)
         else:
-            running.scale(factor)
+            total = joined_sum(gradient, residual, running.kernels) if running.has_residual else gradient.float()
+            running.kernels.split(total.mul_(factor), gradient, residual)
             state.handle.note_fp32_sum()
         state.normed = None
 

@@ -1,9 +1,7 @@
-"""Gradients to the host: device slots, one copy a layer, accumulation over micro-batches, norms.
-
-The norms are taken on the device, gradient by gradient, while the gradients are still there, and travel with them; so
-the global norm is known on the host when backward ends, without another pass over the gradients. Norms of a model that lives
-on the device whole travel then, and are waited for when they are read.
-"""
+"""Gradients to the host: device slots, one copy a layer, accumulation over micro-batches, norms. These are taken on the
+device, gradient by gradient, while they are still there, and travel with them; so the global norm is known on the host when
+backward ends, without another pass. Norms of a model that lives on the device whole travel then, and are waited for when they
+are read."""
 
 from __future__ import annotations
 
@@ -131,13 +129,12 @@ class GradientOffloader:
         self, layer: Streamed, found: Container[int] | None = None, parts: int = 1, is_last: bool = True
     ) -> UnitGradients | None:
         """What takes the gradients that one backward ``found`` (None: all), by place among a layer's trainable parameters.
-        None if nothing is trained. A StateError in a model prepared for evaluation only."""
+        None if nothing is trained. A StateError in a model prepared for evaluation only, an UnsupportedError for hooks."""
         # One that was frozen since the forward takes no gradient.
         every = [row for row, state in enumerate(layer.trainable) if state.parameter.requires_grad]
         rows = [row for row in every if found is None or row in found]
         if self.exchange is not None:
-            self.exchange.begin(layer.trainable)
-            self.exchange.note_found(layer.trainable[row] for row in rows)
+            self.exchange.note_found((layer.trainable[row] for row in rows), among=layer.trainable)
             rows = every  # zeros where only other ranks have something
         if rows and not self.takes_gradients:
             raise StateError(
@@ -148,7 +145,15 @@ class GradientOffloader:
             return None
         if layer.unit.gradients is None:
             self.make_places([layer.unit])  # where no forward of the whole model has
-        return UnitGradients(self, layer, rows, parts, is_last)
+        taken = UnitGradients(self, layer, rows, parts, is_last)
+        for state in taken.states:
+            if state.parameter._backward_hooks or state.parameter._post_accumulate_grad_hooks:
+                raise UnsupportedError(
+                    f"parameter {layer.name}.{state.name} has a gradient hook (register_hook, "
+                    "register_post_accumulate_grad_hook, wandb.watch), which a streamed parameter's gradient never passes; "
+                    "remove it, or hook the layer's outputs instead"
+                )
+        return taken
 
     @property
     def slot_bytes(self) -> int:
@@ -172,7 +177,6 @@ class GradientOffloader:
             taken.take(layer, [found.get(row) for row in taken.rows])
             return
         # They stay where they are; their norms go to the host.
-        _refuse_hooked(layer, taken.states)
         if self.exchange is not None:
             found |= {row: torch.zeros_like(layer.trainable[row].weight) for row in taken.rows if row not in found}
         gradients = of_their_own([found[row] for row in taken.rows])
@@ -321,7 +325,6 @@ class UnitGradients:
         offloader = self._offloader
         # Fresh ones bring their norms; those of sums come with the last before a step.
         has_norms = self._is_fresh or (self._is_last and offloader.gradients_complete())
-        _refuse_hooked(self._layer, self.states)
         for state in self.states:
             gradient = state.parameter.grad
             if gradient is None:
@@ -340,7 +343,7 @@ class UnitGradients:
             if offloader.passes and not any(stepped):
                 raise not_stepped(self._layer)
 
-    def _copy_to_place(self, part: Fetched, slot: GradientSlot) -> Callable[[], None]:
+    def _copy_to_place(self, part: Fetched, slot: GradientSlot) -> Any:
         """Sends what the slot holds to its place; returns what blocks until it is there."""
         offloader, unit = self._offloader, self._layer.unit
         if self._target is None:
@@ -356,8 +359,7 @@ class UnitGradients:
         norms = offloader.norms.of_unit(unit)
         of_norms = [] if self._left else [(norms, slot.norms[: norms.numel()])]
         slot.grads_copied_event = offloader.send(part.name, slot.grads_ready_event, pieces, of_norms)
-        wait: Callable[[], None] = slot.grads_copied_event.synchronize
-        return wait
+        return slot.grads_copied_event.synchronize
 
     def _add_on_host(self, part: Fetched, slot: GradientSlot | None) -> Callable[[], None]:
         """Adds what the slot holds, or zeros without one; returns what blocks until that is done."""
@@ -396,13 +398,3 @@ class UnitGradients:
         reader.close_until(ticket)
         offloader.additions[id(unit)] = ticket
         return ticket.wait
-
-
-def _refuse_hooked(layer: Streamed, states: Sequence[ParameterState]) -> None:
-    for state in states:
-        if state.parameter._backward_hooks or state.parameter._post_accumulate_grad_hooks:
-            raise UnsupportedError(
-                f"parameter {layer.name}.{state.name} has a gradient hook (register_hook, register_post_accumulate_grad_hook, "
-                "wandb.watch), which a streamed parameter's gradient never passes; remove it, or hook the layer's outputs "
-                "instead"
-            )

@@ -1,13 +1,12 @@
-"""Logits that are made only if somebody reads them, and the head that returns them.
-
-:class:`LazyLogits` is what the head returns in training: a tensor with shape, dtype, device and a place in the autograd
-graph, but no memory. Views that keep the vocabulary axis whole and element-wise operations with numbers are recorded on it;
-``cross_entropy`` of it runs by tiles; anything else makes the values, by the operations that plain PyTorch would have run.
-Recording happens below autograd, so that every gradient that reaches it, by whatever way, finds PyTorch's own nodes.
-"""
+"""Logits that are made only if somebody reads them, and the head that returns them. :class:`LazyLogits` is what the head
+returns in training: a tensor with shape, dtype, device and a place in the autograd graph, but no memory. Views that keep the
+vocabulary axis whole and element-wise operations with numbers are recorded on it; ``cross_entropy`` of it runs by tiles;
+anything else makes the values, by the operations that plain PyTorch would have run. Recording happens below autograd, so that
+every gradient that reaches it, by whatever way, finds PyTorch's own nodes."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -136,10 +135,8 @@ class LazyLogits(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # the base's is a marker for "none"
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    @classmethod  # the base's is a marker for "none"
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if (recorded := _record(func, args, kwargs)) is not None:
             return recorded
@@ -198,8 +195,7 @@ def lazy_linear(
     """``torch.nn.functional.linear`` of (..., D), (V, D), and (V,) or None, in the dtype in which the head computes, later.
     ``weights_version`` changes whenever the weights do; logits that are read after that can't be made."""
     call = HeadCall(hidden, weight, bias, weights_version, weights_version())
-    logits = _LazyLinear.apply(hidden, weight, bias, call)
-    assert isinstance(logits, LazyLogits)
+    logits: LazyLogits = _LazyLinear.apply(hidden, weight, bias, call)
     return logits
 
 
@@ -276,14 +272,12 @@ def _tiled(
     return TiledCrossEntropy.apply(hidden, head_weight, bias, target, chain, options)
 
 
-def find_head(model: nn.Module, layers: Iterable[nn.Module]) -> nn.Linear | None:
+def find_head(model: Any, layers: Iterable[nn.Module]) -> nn.Linear | None:
     """The module that makes the logits, if it is a plain ``nn.Linear`` outside the layers; else None. A head of another class
     (an adapter's, a quantised one), or with a forward that somebody replaced, is left alone."""
-    getter = getattr(model, "get_output_embeddings", None)
-    try:
-        head = getter() if callable(getter) else None
-    except (AttributeError, NotImplementedError):
-        return None
+    head = None
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        head = model.get_output_embeddings()
     if type(head) is not nn.Linear or "forward" in head.__dict__:
         return None
     outside = set(model.modules()).difference(*(layer.modules() for layer in layers))

@@ -16,11 +16,6 @@ PART_BYTES = 64 * MIB
 """Bytes of a converted operand, where a product has to be taken in parts."""
 
 
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """That in which sums of products of ``dtype`` are kept."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
 @functools.cache
 def product_form(device_type: str, dtype: torch.dtype) -> str:
     """How this torch adds a half-precision product to an fp32 matrix on the device. ``addmm``: in one kernel; ``mm``: fp32

@@ -1,9 +1,7 @@
-"""Cross entropy of a linear head, by tiles of tokens, forward and gradient at once.
-
-Of the logits one tile exists at a time, and becomes its own gradient in place; the gradients of hidden states, weight and
-bias are summed as tiles go by, and backward only scales them. Fusing loss and head in this way is known from Liger Kernel
-(arXiv 2410.10989) and Cut Cross-Entropy (arXiv 2411.09009); here the element-wise part is the user's own chain of torch
-operations, differentiated by autograd on each strip.
+"""Cross entropy of a linear head, by tiles of tokens, forward and gradient at once. Of the logits one tile exists at a time,
+and becomes its own gradient in place; the gradients of hidden states, weight and bias are summed as tiles go by, and backward
+only scales them. Fusing loss and head in this way is known from Liger Kernel (arXiv 2410.10989) and Cut Cross-Entropy (arXiv
+2411.09009); here the element-wise part is the user's own chain of torch operations, differentiated by autograd on each strip.
 
 Shapes: N tokens, V vocabulary, D hidden, n tokens of a tile.
 """
@@ -19,7 +17,7 @@ from torch.nn import functional
 from torch.profiler import record_function
 
 from megatrain_accelerate.layers import token_tiles
-from megatrain_accelerate.loss.products import accumulator_dtype, add_product, parts
+from megatrain_accelerate.loss.products import add_product, parts
 from megatrain_accelerate.units import MIB
 
 TILE_BYTES = 512 * MIB
@@ -73,7 +71,7 @@ class TiledCrossEntropy(torch.autograd.Function):
         options: dict[str, Any],
     ) -> torch.Tensor:
         ctx.dtype = hidden.dtype
-        sum_dtype = accumulator_dtype(hidden.dtype)
+        sum_dtype = torch.float32 if hidden.dtype in (torch.bfloat16, torch.float16) else hidden.dtype
         hidden_wanted, weight_wanted, bias_wanted = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=sum_dtype) if hidden_wanted else None
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if weight_wanted else None
