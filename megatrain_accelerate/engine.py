@@ -425,7 +425,8 @@ class Engine:
 
     def host_bytes_by_kind(self) -> dict[str, int]:
         """Bytes of the host store now, by what they hold; nothing for units that live on the device."""
-        held = Counter(gradients=self.runtime.offloader.passing_bytes)
+        passing = self.runtime.offloader.passing
+        held = Counter(gradients=0 if passing is None else passing.size_bytes)
         for unit in self.runtime.units:
             if not unit.is_on_device:
                 held.update(unit.bytes_by_kind())

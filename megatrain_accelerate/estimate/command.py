@@ -29,12 +29,10 @@ def parse_size(text: str) -> int:
 
 def _speed(unit: float) -> Callable[[str], float]:
     def speed(text: str) -> float:
-        value = 0.0
         with contextlib.suppress(ValueError):
-            value = float(text)
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} isn't a finite number above 0")
-        return unit * value
+            if 0 < float(text) < math.inf:
+                return unit * float(text)
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a finite number above 0")
 
     return speed
 
@@ -49,10 +47,9 @@ def _setting(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} isn't KEY=VALUE, for example placement.kept_layers=0")
-    try:
+    with contextlib.suppress(json.JSONDecodeError):
         return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
+    return key, value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,32 +92,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the estimate, each row as soon as it is known. The exit status is 1 if the model doesn't fit or the arguments are
-    wrong."""
+    """Prints the estimate, each row as soon as it is known. The exit status is 1 if nothing fits or an argument is wrong."""
     # To look for garbage among the million objects that imports make takes a fifth of the time to the first row.
     gc.disable()
     try:
         from megatrain_accelerate.estimate import ladder, report
         from megatrain_accelerate.estimate.findings import Estimate
 
-        if options.model is None:
-            shown, drawn, asked = itertools.tee(ladder.estimates(options), 3)
-            if options.json:
-                print(json.dumps([report.as_json(found) for found in shown], indent=2))
-            else:
-                for line in report.ladder_table(shown):
-                    print(line, flush=True)
-            if options.plot is not None:
-                report.ladder_plot(list(drawn), options.plot)
-            return 0 if any(found.fits for found in asked) else 1
-        found = Estimate(options)
+        one = None if options.model is None else Estimate(options)
+        shown, drawn, asked = itertools.tee([one] if one else ladder.estimates(options), 3)
         if options.json:
-            print(json.dumps(report.as_json(found), indent=2))
+            print(json.dumps(report.as_json(one) if one else [report.as_json(found) for found in shown], indent=2))
         else:
-            for line in report.table(found):
+            for line in report.table(one) if one else report.ladder_table(shown):
                 print(line, flush=True)
         if options.plot is not None:
-            report.plot(found, options.plot)
-        return 0 if found.fits else 1
+            (report.plot if one else report.ladder_plot)(list(drawn), options.plot)
+        return 0 if any(found.fits for found in asked) else 1
     finally:
         gc.enable()

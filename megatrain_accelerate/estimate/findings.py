@@ -17,11 +17,10 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError, MegatrainError
 from megatrain_accelerate.estimate import USUAL_LENGTH
 from megatrain_accelerate.estimate.forecast import Forecast, Forecaster
-from megatrain_accelerate.estimate.machine_description import MachineOptions, describe_machine
+from megatrain_accelerate.estimate.machine_description import describe_machine
 from megatrain_accelerate.estimate.meta_engine import PositionTable, load_config, model_on_meta, position_table
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
 from megatrain_accelerate.plan.fake_runs import replaced
-from megatrain_accelerate.plan.plan_table import experts_text
 
 logger = logging.getLogger(__name__)
 _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -31,7 +30,6 @@ MOST_BATCH = 1 << 14
 MOST_TOKENS = (1 << 22) - 1024
 """Of one sequence that is tried. Without data, positions of more tokens have no values (plan/fake_runs.py), and the
 model makes a mask of all pairs of them, which it leaves out otherwise."""
-_STEPS_OF_TOKENS = (1024, 64, 1)
 _TOLERANCE = 0.02
 """Share of a limit by which it may be too small."""
 _MOST_ROWS = 7
@@ -39,28 +37,20 @@ _MOST_ROWS = 7
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What fits at most, where every layer streams and is recomputed, and inputs leave as far as the host has room."""
+    """What fits at most, where every layer streams and is recomputed, and inputs leave as far as the host has room: sequences
+    of the estimate's length, tokens of a single one, and the step on that. ``is_least``: more wasn't tried."""
 
     batch: int
-    """Sequences of the estimate's length."""
     context: int
-    """Tokens of a single sequence."""
     longest: Forecast | None
-    """The step on one sequence of the longest context."""
     batch_is_least: bool = False
-    """Whether more than the batch wasn't tried."""
     context_is_least: bool = False
-    """The same of the context."""
 
 
 class Estimate:
-    """What is found out about one model on one machine; anything that takes a run without data is found when it is first asked
-    for. Bytes; speeds a second. The model's configuration is loaded by its name, unless ``settings`` are that.
-
-    Raises:
-        MegatrainError: a wrong argument, no configuration, or a model that can't stream; the message says what to do. So does
-            all that runs the model.
-    """
+    """What is found out about one model on one machine; what takes a run without data when it is first asked for. Bytes;
+    speeds a second. The configuration is loaded by the model's name, unless ``settings`` are that. A MegatrainError for a
+    wrong argument, no configuration, or a model that can't stream or run; the message says what to do."""
 
     def __init__(self, options: argparse.Namespace, settings: Any = None) -> None:
         config = MegatrainConfig.from_mapping(dict(options.set))
@@ -72,23 +62,11 @@ class Estimate:
         require_steps_in_backward_possible(config, options.accumulation)
         if options.no_limits and not options.batch:
             raise ConfigError("--no-limits needs --batch: without limits it isn't known which batches to look at")
-        names = [field.name for field in dataclasses.fields(MachineOptions)]
         self.model: str = options.model
-        self.machine = describe_machine(MachineOptions(**{name: getattr(options, name) for name in names}), config)
+        self.machine = describe_machine(options, config)
         settings = settings or load_config(options.model, options.trust_remote_code)
         model = model_on_meta(settings, options.trust_remote_code)
-        sizes = (self.machine.gpu_bytes, self.machine.host_bytes)
-        self.forecaster = Forecaster(
-            model,
-            config,
-            self.machine.machine,
-            *sizes,
-            micro_batches=options.accumulation,
-            gpus=options.gpus,
-            exchange_bytes=self.machine.exchange_bytes,
-            machines=options.machines,
-            network_bytes=self.machine.network_bytes,
-        )
+        self.forecaster = Forecaster(model, config, self.machine, options.accumulation)
         text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
         self.stated_positions: int | None = getattr(text, "max_position_embeddings", None)
         """The longest sequence that the configuration names."""
@@ -108,9 +86,8 @@ class Estimate:
 
     def rows(self) -> Iterator[Forecast]:
         """The steps on each batch. The first doesn't wait for the limits."""
-        first = self.batches[0] if self.batches else 1
         with _without_data(self.forecaster.model, self.length):
-            yield self._forecast(first, self.length)
+            yield self._forecast(self.batches[0] if self.batches else 1, self.length)
             for batch in (self.batches or _batches(self.limits.batch if self.limits else 1))[1:]:
                 yield self._forecast(batch, self.length)
 
@@ -144,21 +121,6 @@ class Estimate:
     @property
     def missing_host_bytes(self) -> int:
         return self.forecaster.host_store_bytes - self.forecaster.host_bytes
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        forecaster, runtime = self.forecaster, self.forecaster.engine.runtime
-        return {
-            "model": self.model,
-            "model_class": type(forecaster.model).__name__,
-            "parameters": forecaster.parameters,
-            "active_parameters": forecaster.active_parameters,
-            "layers": len(runtime.layers),
-            "layer_parameters": max(layer.parameter_count for layer in runtime.layers),
-            "experts": experts_text(runtime) if runtime.experts else None,
-            "stated_positions": self.stated_positions,
-            "table_positions": self.table and self.table.positions,
-        }
 
 
 @contextlib.contextmanager
@@ -201,9 +163,7 @@ def find_limits(forecaster: Forecaster, gpu_bytes: int, length: int, table: Posi
 
 def longest_context(needs: Callable[[int], int], budget: int, most: int) -> int:
     """Tokens of the longest sequence that fits: a multiple of 1,024, or of 64, or ``most``."""
-    for step in _STEPS_OF_TOKENS:
-        if most < step:
-            continue
+    for step in (step for step in (1024, 64, 1) if step <= most):
         steps = largest(lambda count, step=step: needs(count * step), budget, most // step, _TOLERANCE)  # type: ignore[misc]
         if steps == most // step and needs(most) <= budget:
             return most
@@ -242,9 +202,7 @@ def largest(needs: Callable[[int], int], budget: int, most: int, tolerance: floa
 
 
 def _batches(most: int) -> Sequence[int]:
-    """Powers of two up to the largest batch, and that itself; 1 where nothing fits."""
-    if most < 1:
-        return [1]
+    """Powers of two up to the largest batch, and that itself."""
     powers = [1 << exponent for exponent in range(most.bit_length()) if 1.5 * (1 << exponent) < most]
     step = max(1, -(-len(powers) // _MOST_ROWS))
     return [*powers[::step], most]

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -17,13 +16,13 @@ from torch import nn
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.estimate.layer_costs import OUTSIDE, WithoutAttentionDropout, between, with_times
+from megatrain_accelerate.estimate.machine_description import MachineDescription
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_after_backward
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.token_tiles import AUTO_TILE_TOKENS
 from megatrain_accelerate.loss.products import standing_for_a_gpu
 from megatrain_accelerate.plan.layer_discovery import active_parameters
-from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.other_batches import outside_seconds_of
 from megatrain_accelerate.plan.placement import require_layers, sent_bytes
 from megatrain_accelerate.plan.placement_search import Candidate
@@ -31,7 +30,7 @@ from megatrain_accelerate.plan.step_memory import OpCosts
 from megatrain_accelerate.plan.step_outline import outline_step, what_sees_a_batch
 from megatrain_accelerate.plan.step_profile import LayerProfile, SavedInForward, StepOutline
 from megatrain_accelerate.plan.step_ways import WayChoice, may_cut, way_put_back
-from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES, leaner_settings
+from megatrain_accelerate.store.host_limits import leaner_settings
 
 CPU = torch.device("cpu")
 _FEW_TOKENS = 8
@@ -46,8 +45,9 @@ few tiles, one tile is most of what is alive."""
 @dataclasses.dataclass(frozen=True)
 class Forecast:
     """A predicted training step: a row of an estimate. Bytes are peaks. Tokens a second are of all GPUs, host memory is of one
-    machine, the rest of one GPU."""
+    machine, the rest of one GPU. It ``fits`` both memories or not."""
 
+    forecaster: Forecaster = dataclasses.field(compare=False, repr=False)
     batch: int
     length: int
     micro_batches: int
@@ -57,16 +57,11 @@ class Forecast:
     kept_bytes: int
     """Activations that stay on the GPU, and those that go to the host."""
     offloaded_bytes: int
-    layers: int
-    active_parameters: int
     fits: bool
-    """In both memories."""
     joined: bool
     """Whether the micro-batches run as one batch (``join_micro_batches``)."""
     samples: int | None
     """Sequences that a layer computes at once; None for all, or as ``micro_batch_size`` says."""
-    gpus: int
-    """Of all machines."""
 
     @property
     def seconds(self) -> float:
@@ -79,59 +74,30 @@ class Forecast:
     @property
     def tokens_per_second(self) -> float:
         """Of the whole step, the optimizer's included, on all GPUs."""
-        return self.gpus * self.tokens / self.seconds
+        return self.forecaster.engine.ranks * self.tokens / self.seconds
 
     @property
     def tflops(self) -> float:
         """6 x active parameters x tokens: what is recomputed doesn't count, nor does attention."""
-        return 6e-12 * self.active_parameters * self.tokens_per_second / self.gpus
+        return 6e-12 * self.forecaster.active_parameters * self.tokens_per_second / self.forecaster.engine.ranks
 
 
 class Forecaster:
-    """Predicts steps of one model, on the meta device, under one machine's speeds and memories.
+    """Predicts steps of one model, on the meta device, on a machine. An UnsupportedError if the model can't stream, or not on
+    several GPUs; a ConfigError if the settings name more layers than it has, or what several GPUs can't do."""
 
-    Args:
-        machine: the speeds that one of the GPUs has while all are at work.
-        gpu_bytes: that a step may take.
-        host_bytes: that all processes of a machine may take; None for as much as the model's states need.
-        exchange_bytes: of gradients a second, which several ``gpus`` of a machine exchange.
-        network_bytes: a second each way, between one of several ``machines`` and the others.
-
-    Raises:
-        UnsupportedError: the model can't stream, or not on several GPUs; the message says why.
-        ConfigError: the settings name more layers than the model has, or what several GPUs can't do.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        config: MegatrainConfig,
-        machine: Machine,
-        gpu_bytes: int,
-        host_bytes: int | None,
-        *,
-        micro_batches: int = 1,
-        gpus: int = 1,
-        exchange_bytes: float = math.inf,
-        machines: int = 1,
-        network_bytes: float = math.inf,
-    ) -> None:
-        if gpus * machines > 1:
+    def __init__(self, model: nn.Module, config: MegatrainConfig, machine: MachineDescription, micro_batches: int = 1) -> None:
+        if machine.all_gpus > 1:
             require_steps_after_backward(config)
-        self.model, self.config, self.machine = model.train(), config, machine
+        self.model, self.config, self.machine, self.micro_batches = model.train(), config, machine.machine, micro_batches
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.active_parameters = active_parameters(model, getattr(model, "config", None))
-        self.engine = MetaEngine(model, config, gpu_bytes, gpus, machines)
+        self.engine = MetaEngine(model, config, machine.gpu_bytes, machine.gpus, machine.machines)
         require_layers(len(self.engine.runtime.layers), config.placement)
-        self._overhead_bytes = gpus * CONSTANT_OVERHEAD_BYTES
-        for_states = None if host_bytes is None else host_bytes - self._overhead_bytes
-        speeds = (exchange_bytes, network_bytes)
-        self.plan = ForecastPlan(self.engine, config, machine, gpu_bytes, for_states, micro_batches, *speeds)
-        self.engine.device_plan = self.plan
-        self.micro_batches = micro_batches
-        self.host_store_bytes = self.plan.store_bytes + self._overhead_bytes
+        self.plan = self.engine.device_plan = ForecastPlan(self.engine, config, machine, micro_batches)
+        self.host_store_bytes = self.plan.store_bytes + self.plan.overhead_bytes
         """Host memory that the training asks for when it starts."""
-        self.host_bytes = self.host_store_bytes if host_bytes is None else host_bytes
+        self.host_bytes = self.host_store_bytes if machine.host_bytes is None else machine.host_bytes
         self._attention = WithoutAttentionDropout()
         self._outlines: dict[Hashable, StepOutline] = {}
 
@@ -140,7 +106,7 @@ class Forecaster:
         None if there are none."""
         keeps_gradients = self.micro_batches > 1 or self.engine.ranks > 1
         for changes in leaner_settings(self.config, keeps_gradients=keeps_gradients):
-            needed = self.engine.store_bytes(self.plan.adds_on_host, **changes) + self._overhead_bytes
+            needed = self.engine.store_bytes(self.plan.adds_on_host, **changes) + self.plan.overhead_bytes
             if needed <= self.host_bytes:
                 return changes, needed
         return None
@@ -150,7 +116,11 @@ class Forecaster:
         """Whether nothing is seen against joining micro-batches (integrations/joined_batches.py)."""
         if self.micro_batches < 2 or not self.config.join_micro_batches or self.engine.runtime.experts:
             return False
-        if self.engine.ranks > 1 or not _accepts_loss_kwargs(self.model) or what_sees_a_batch(self.model) is not None:
+        # As the Trainer finds out whether the model takes ``num_items_in_batch`` (transformers/trainer.py).
+        parameters = inspect.signature(self.model.forward).parameters.values()
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        takes_count = bool(getattr(self.model, "accepts_loss_kwargs", takes_any))
+        if self.engine.ranks > 1 or not takes_count or what_sees_a_batch(self.model) is not None:
             return False
         with standing_for_a_gpu(), self._attention:
             return self._run(1, _FEW_TOKENS, num_items_in_batch=torch.tensor(_FEW_TOKENS)).sums_loss
@@ -178,11 +148,8 @@ class Forecaster:
 
     def forecast(self, batch: int, length: int) -> Forecast:
         """The fastest step on ``batch`` sequences of ``length`` tokens; the leanest where nothing fits. Several micro-batches
-        run as one batch where the Trainer's would (``integrations/joined_batches.py``).
-
-        Raises:
-            Exception: whatever the model raises when it looks at data, or at a length that it doesn't take.
-        """
+        run as one batch where the Trainer's would (``integrations/joined_batches.py``). Raises whatever the model raises when
+        it looks at data, or at a length that it doesn't take."""
         outline, apart = self.fastest(batch, length)
         # A batch that can't be cut stays in its micro-batches.
         if self._may_join:
@@ -202,6 +169,7 @@ class Forecaster:
         # All units are adopted on the host; then some move, and activations take their place.
         moved = self.plan.model_sizes().moved_bytes(chosen.placement)
         return Forecast(
+            forecaster=self,
             batch=batch,
             length=length,
             micro_batches=self.micro_batches,
@@ -210,12 +178,9 @@ class Forecaster:
             host_bytes=self.host_store_bytes + self.engine.gpus * max(0, sent - moved),
             kept_bytes=sum(outline.profiles[kind].kept_bytes for kind in kept),
             offloaded_bytes=sent,
-            layers=len(self.engine.runtime.layers),
-            active_parameters=self.active_parameters,
             fits=found is not None and self.host_store_bytes <= self.host_bytes,
             joined=joined,
             samples=outline.samples,
-            gpus=self.engine.ranks,
         )
 
     def fastest(self, batch: int, length: int) -> tuple[StepOutline, Candidate | None]:
@@ -261,11 +226,3 @@ class Forecaster:
         # Asked while the model runs: transformers hangs hooks on routers whose logits the loss wants.
         compiles = not runtime.token_tile and not layer.experts and runtime.compiled.suits(layer) is not None
         return with_times(profile, saved, compiles, self.machine)
-
-
-def _accepts_loss_kwargs(model: nn.Module) -> bool:
-    """As the Trainer finds out whether the model takes ``num_items_in_batch`` (transformers/trainer.py)."""
-    if hasattr(model, "accepts_loss_kwargs"):
-        return bool(model.accepts_loss_kwargs)
-    parameters = inspect.signature(model.forward).parameters.values()
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)

@@ -1,8 +1,6 @@
-"""What an unmeasured layer costs, from what a run without data counts: operations, bytes moved, bytes saved.
-
-Seconds take shares of the machine's speeds, which were fitted to a few measured trainings on one H200 (docs/estimate_method.md
-lists them). The shares say how far a training stays behind what ``plan/machine.py`` measures.
-"""
+"""What an unmeasured layer costs, from what a run without data counts: operations, bytes moved, bytes saved. Seconds take
+shares of the machine's speeds, fitted to a few measured trainings on one H200 (docs/estimate_method.md lists them): how far a
+training stays behind what ``plan/machine.py`` measures."""
 
 from __future__ import annotations
 
@@ -33,16 +31,11 @@ _DROPOUT_PLACES = {scaled_dot_product_attention: 4, multi_head_attention_forward
 
 
 class WithoutAttentionDropout(TorchFunctionMode):
-    """Calls of torch's attention drop nothing out while the body runs.
+    """Calls of torch's attention drop nothing out while the body runs. A GPU's kernels apply dropout on the fly and keep no
+    scores; the CPU's, which stand for them, take products and a softmax then, with all pairs of tokens in memory."""
 
-    A GPU's attention kernels apply dropout on the fly, and keep no scores. The CPU's, which stand for them here, can't: with
-    dropout torch takes products and a softmax there, with the scores of all pairs of tokens in memory.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_dropped = False
-        """Whether a call would have dropped something."""
+    has_dropped = False
+    """Whether a call would have dropped something."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -58,11 +51,9 @@ class WithoutAttentionDropout(TorchFunctionMode):
 
 
 def with_times(profile: LayerProfile, saved: SavedInForward, compiles: bool, machine: Machine) -> LayerProfile:
-    """The profile of a call with seconds, and, if it ``compiles``, with the memory that it takes then.
-
-    Compiled code saves what products and attention read or made, and recomputes the rest from that and from the residual
-    stream; its forward has two more tensors of the output's size in memory. A recompute stops at the last saved tensor.
-    """
+    """The profile of a call with seconds, and, if it ``compiles``, with the memory that it takes then. Compiled code saves
+    what products and attention read or made, and recomputes the rest from that and from the residual stream; its forward has
+    two more tensors of the output's size in memory. A recompute stops at the last saved tensor."""
 
     def seconds(costs: OpCosts) -> float:
         products = (costs.flops - costs.attention_flops) / PRODUCTS + costs.attention_flops / ATTENTION
@@ -94,9 +85,7 @@ def with_times(profile: LayerProfile, saved: SavedInForward, compiles: bool, mac
 
 def between(once: Any, twice: Any, times: float) -> Any:
     """What ``times`` the sequences of ``once`` cost: linear, through ``once`` and ``twice``, which is of two times as many.
-
-    Both are dataclasses, tuples and numbers of one structure; what is no number is taken from ``twice``.
-    """
+    Both are dataclasses, tuples and numbers of one structure; what is no number is taken from ``twice``."""
     if dataclasses.is_dataclass(twice) and not isinstance(twice, type):
         names = [field.name for field in dataclasses.fields(twice) if field.init]
         return dataclasses.replace(

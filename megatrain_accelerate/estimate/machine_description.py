@@ -1,9 +1,7 @@
-"""The machine that is estimated for: this one, as measured, or one that is described.
-
-Public figures are what makers state, which no training reaches. Sources: NVIDIA's data sheets of GPUs for servers and
-workstations, and the architecture white papers of GeForce RTX 30 (GA102), 40 (AD102) and 50 (GB202). bf16 products are dense,
-added up in fp32: on a GeForce twice its fp32 rate. The memory is what the driver reports, which is less than the name says.
-"""
+"""The machine that is estimated for: this one, as measured, or one that is described by public figures. These are what makers
+state, which no training reaches. Sources: NVIDIA's data sheets of GPUs for servers and workstations, and the architecture
+white papers of GeForce RTX 30 (GA102), 40 (AD102) and 50 (GB202). bf16 products are dense, added up in fp32: on a GeForce
+twice its fp32 rate. The memory is what the driver reports, which is less than the name says."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ import contextlib
 import dataclasses
 import math
 import re
+from argparse import Namespace
 from collections.abc import Iterator
 
 import psutil
@@ -54,18 +53,16 @@ of 26 bytes); three quarters of the data sheet's for two channels of DDR5-5200 a
 
 @dataclasses.dataclass(frozen=True)
 class KnownGpu:
-    """A GPU by its data sheet, and the host that it usually sits in."""
+    """A GPU by its data sheet, and the host that it usually sits in, with its cores for each GPU. Speeds of memories and of
+    the link, each way, are bytes a second."""
 
     name: str
     memory_gib: float
     dense_flops: float
     memory_bytes: float
-    """A second."""
     link_bytes: float = PCIE5
-    """A second, each way."""
     host_dram_bytes: float = SERVER_DRAM
     host_cores: int = 16
-    """For each GPU."""
     sustained_flops: float | None = None
     """Of large bf16 products in a training, at the GPU's power limit; None where no training was measured."""
     shares_memory: bool = False
@@ -103,43 +100,23 @@ KNOWN_GPUS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class MachineOptions:
-    """What the command line says of the machine; None where it says nothing. Memories in bytes, speeds a second."""
-
-    gpu: str | None = None
-    gpus: int = 1
-    machines: int = 1
-    gpu_memory_bytes: int | None = None
-    host_memory_bytes: int | None = None
-    cores: int | None = None
-    link_bytes: float | None = None
-    peer_bytes: float | None = None
-    network_bytes: float | None = None
-    host_step_parameters: float | None = None
-    dense_flops: float | None = None
-    device_bytes: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class MachineDescription:
-    """Speeds and memories of one machine, or of each of several equal ones, and where they are from."""
+    """Speeds and memories of one machine, or of each of several equal ones, and where they are from. A step may take
+    ``gpu_bytes``. In a second GPUs exchange ``exchange_bytes`` of gradients, and machines ``network_bytes`` each way."""
 
     gpu: str
     machine: Machine
     """The speeds that one GPU's process has while those of all GPUs are at work."""
     gpu_bytes: int
-    """That a step may take."""
     gpu_total_bytes: int
     host_bytes: int | None
     """That all processes may take; None where nothing was said: as much as the model's states need."""
-    notes: tuple[str, ...]
+    notes: list[str]
     gpus: int = 1
     exchange_bytes: float = math.inf
-    """Of gradients a second, which several GPUs exchange."""
     machines: int = 1
     network_bytes: float = math.inf
-    """A second each way, between one of several machines and the others."""
 
     @property
     def all_gpus(self) -> int:
@@ -151,25 +128,40 @@ class MachineDescription:
         return text if self.machines == 1 else f"{self.machines} machines with {text}"
 
 
-def describe_machine(options: MachineOptions, config: MegatrainConfig) -> MachineDescription:
-    """The machine of the options.
-
-    Raises:
-        ConfigError: there is no GPU here and none is described, a description isn't complete or is of this machine's
-            host, a memory is too small or larger than the GPU's, or nothing says how fast several machines' network is.
-    """
+def describe_machine(options: Namespace, config: MegatrainConfig) -> MachineDescription:
+    """The machine of the command's options. A ConfigError if there is no GPU here and none is described, a description isn't
+    complete or is of this machine's host, a memory is too small or larger than the GPU's, or nothing names the speed of
+    several machines' network."""
+    gpus, machines, network_bytes = options.gpus, options.machines, options.network_bytes
     for option, value, count, needs in (
-        ("--peer-link", options.peer_bytes, options.gpus, "--gpus"),
-        ("--network", options.network_bytes, options.machines, "--machines"),
+        ("--peer-link", options.peer_bytes, gpus, "--gpus"),
+        ("--network", network_bytes, machines, "--machines"),
     ):
         if value is not None and count == 1:
             raise ConfigError(f"{option} is between several, and {needs} is 1: raise {needs}, or leave {option} out")
     is_this_one = options.gpu is None and options.dense_flops is None
     found = _this_machine(options, config) if is_this_one else _described(options, config)
-    if options.gpus > 1:
-        found = _of_one_process(found, options)
-    if options.machines > 1:
-        found = _of_one_machine(found, options)
+    found.gpus, found.machines = gpus, machines
+    if gpus > 1:
+        whole = found.machine  # whose step is that of the machine
+        peer_bytes = getattr(known_gpu(found.gpu), "peer_bytes", None) or whole.h2d_bytes / H2D_SHARE
+        found.exchange_bytes = options.peer_bytes or PEER_SHARE * peer_bytes
+        found.machine = dataclasses.replace(whole, host_step_parameters=whole.host_step_parameters / gpus)
+        source = "as the option says" if options.peer_bytes else f"{PEER_SHARE:.0%} of {peer_bytes / GB:.0f}, assumed"
+        exchange = f"exchange gradients at {found.exchange_bytes / GB:.0f} GB/s each way ({source})"
+        found.notes.append(f"{gpus} processes share the host's step, and {exchange}")
+    if machines > 1:
+        if network_bytes is None:
+            raise ConfigError(
+                f"--machines is {machines}, and nothing says how fast the network between them is: give --network, in GB/s "
+                "that one machine sustains each way"
+            )
+        found.network_bytes = network_bytes
+        found.notes.append(
+            f"a forecast of what isn't there: training on several machines is refused. {machines} would exchange gradients "
+            f"and stepped weights at {network_bytes / GB:g} GB/s each way, as the option says; memory and host step are of "
+            "each"
+        )
     if config.gpu_memory_bytes is not None:
         most = found.gpu_total_bytes - CONTEXT_BYTES
         if config.gpu_memory_bytes > most:
@@ -178,45 +170,14 @@ def describe_machine(options: MachineOptions, config: MegatrainConfig) -> Machin
                 f"{found.gpu_total_bytes / GIB:.1f} GiB, of which CUDA's context takes {CONTEXT_BYTES / GIB:.1f}; lower it to "
                 f"{most / GIB:.1f} or less, or leave it out"
             )
-        found = dataclasses.replace(found, gpu_bytes=config.gpu_memory_bytes)
+        found.gpu_bytes = config.gpu_memory_bytes
     if config.host_memory_gib is not None:
-        most = int(config.host_memory_gib * GIB) * options.gpus
-        found = dataclasses.replace(found, host_bytes=min(most, options.host_memory_bytes or most))
+        most = int(config.host_memory_gib * GIB) * gpus
+        found.host_bytes = min(most, options.host_memory_bytes or most)
     return found
 
 
-def _of_one_process(found: MachineDescription, options: MachineOptions) -> MachineDescription:
-    """The description for several GPUs, of one whose host's step is the whole machine's."""
-    gpus, whole = options.gpus, found.machine
-    peer_bytes = getattr(known_gpu(found.gpu), "peer_bytes", None) or whole.h2d_bytes / H2D_SHARE
-    exchange_bytes = options.peer_bytes or PEER_SHARE * peer_bytes
-    source = "as the option says" if options.peer_bytes else f"{PEER_SHARE:.0%} of {peer_bytes / GB:.0f}, assumed"
-    exchange = f"exchange gradients at {exchange_bytes / GB:.0f} GB/s each way ({source})"
-    return dataclasses.replace(
-        found,
-        machine=dataclasses.replace(whole, host_step_parameters=whole.host_step_parameters / gpus),
-        gpus=gpus,
-        exchange_bytes=exchange_bytes,
-        notes=(*found.notes, f"{gpus} processes share the host's step, and {exchange}"),
-    )
-
-
-def _of_one_machine(found: MachineDescription, options: MachineOptions) -> MachineDescription:
-    """The description for several machines, of one of them."""
-    machines, network_bytes = options.machines, options.network_bytes
-    if network_bytes is None:
-        raise ConfigError(
-            f"--machines is {machines}, and nothing says how fast the network between them is: give --network, in GB/s that "
-            "one machine sustains each way"
-        )
-    notes = (
-        f"a forecast of what isn't there: training on several machines is refused. {machines} would exchange gradients and "
-        f"stepped weights at {network_bytes / GB:g} GB/s each way, as the option says; memory and host step are of each",
-    )
-    return dataclasses.replace(found, machines=machines, network_bytes=network_bytes, notes=(*found.notes, *notes))
-
-
-def _this_machine(options: MachineOptions, config: MegatrainConfig) -> MachineDescription:
+def _this_machine(options: Namespace, config: MegatrainConfig) -> MachineDescription:
     if not torch.cuda.is_available():
         raise ConfigError(
             "this machine has no GPU that torch can use; describe one, for example --gpu H200 --host-memory 1.5TiB --cores 64"
@@ -233,9 +194,9 @@ def _this_machine(options: MachineOptions, config: MegatrainConfig) -> MachineDe
     name = torch.cuda.get_device_name(device)
     sustained = at_the_power_limit(machine, name)
     changed = _changed(sustained, options)
-    notes = ["speeds as measured on this machine" + ", by one process" * (options.gpus > 1)] + [
-        "some of them as the options say"
-    ] * (changed != sustained)
+    notes = ["speeds as measured on this machine" + ", by one process" * (options.gpus > 1)]
+    if changed != sustained:
+        notes.append("some of them as the options say")
     if sustained != machine:
         notes.append(
             f"products reached {machine.device_flops / 1e12:.0f} TFLOPS for a few ms, more than a training keeps up at "
@@ -249,7 +210,7 @@ def _this_machine(options: MachineOptions, config: MegatrainConfig) -> MachineDe
         gpu_bytes=int(USABLE_SHARE_OF_DEVICE * (options.gpu_memory_bytes or free)),
         gpu_total_bytes=options.gpu_memory_bytes or total,
         host_bytes=options.host_memory_bytes or available_host_bytes() + psutil.Process().memory_info().rss,
-        notes=tuple(notes),
+        notes=notes,
     )
 
 
@@ -271,7 +232,7 @@ def at_the_power_limit(machine: Machine, gpu: str) -> Machine:
     return dataclasses.replace(machine, device_flops=min(machine.device_flops, most))
 
 
-def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescription:
+def _described(options: Namespace, config: MegatrainConfig) -> MachineDescription:
     gpu = _unknown_gpu(options) if options.gpu is None else known_gpu(options.gpu)
     if gpu is None:
         raise ConfigError(
@@ -321,11 +282,11 @@ def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescr
         gpu_bytes=int(USABLE_SHARE_OF_DEVICE * (total - CONTEXT_BYTES)),
         gpu_total_bytes=total,
         host_bytes=host_bytes,
-        notes=tuple(_notes(gpu, options, cores, config)),
+        notes=list(_notes(gpu, options, cores, config)),
     )
 
 
-def _notes(gpu: KnownGpu, options: MachineOptions, cores: int, config: MegatrainConfig) -> Iterator[str]:
+def _notes(gpu: KnownGpu, options: Namespace, cores: int, config: MegatrainConfig) -> Iterator[str]:
     """Where the speeds are from: those that no option names are reckoned."""
     speeds = {
         "products": (options.dense_flops, f"{DENSE_SHARE:.0%} of {gpu.dense_flops / 1e12:.0f} dense bf16 TFLOPS"),
@@ -343,7 +304,7 @@ def _notes(gpu: KnownGpu, options: MachineOptions, cores: int, config: Megatrain
         yield f"host step reckoned from {cores} cores{at_work} and {gpu.host_dram_bytes / GB:.0f} GB/s of DRAM"
 
 
-def _unknown_gpu(options: MachineOptions) -> KnownGpu:
+def _unknown_gpu(options: Namespace) -> KnownGpu:
     needed = {
         "--gpu-memory": options.gpu_memory_bytes,
         "--tflops": options.dense_flops,
@@ -352,12 +313,12 @@ def _unknown_gpu(options: MachineOptions) -> KnownGpu:
     }
     if missing := [name for name, value in needed.items() if value is None]:
         raise ConfigError(f"a GPU that isn't in the table needs {', '.join(missing)} too; or name a known one by --gpu")
-    memory, dense, device, link = (value or 0.0 for value in needed.values())
+    memory, dense, device, link = needed.values()
     speeds = (dense / DENSE_SHARE, device / MEMORY_SHARE, link / H2D_SHARE)
     return KnownGpu("described GPU", memory / GIB, *speeds, host_cores=usable_cpu_count())
 
 
-def _changed(machine: Machine, options: MachineOptions) -> Machine:
+def _changed(machine: Machine, options: Namespace) -> Machine:
     """The speeds, with those that the options name: sustained ones, as they stand."""
     h2d, d2h = options.link_bytes or machine.h2d_bytes, options.link_bytes or machine.d2h_bytes
     return dataclasses.replace(

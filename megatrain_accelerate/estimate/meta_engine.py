@@ -1,29 +1,28 @@
-"""A model without weights, from its configuration alone, and an engine without memory.
-
-The engine is the real one, on a model of the meta device; its store is as large and holds nothing.
-"""
+"""A model without weights, from its configuration alone, and the real engine on it, whose store is as large and holds
+nothing."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import EXPERTS_IN_PARTS, Engine
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
+from megatrain_accelerate.estimate.machine_description import MachineDescription
 from megatrain_accelerate.gradients.exchange import Exchange
 from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.layer_discovery import Discovery, wants_whole_layers
-from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.placement import Model, Placement
 from megatrain_accelerate.plan.placement_search import Candidate
 from megatrain_accelerate.plan.step_profile import StepOutline
+from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES
 from megatrain_accelerate.store.host_memory import DeviceMemory
 from megatrain_accelerate.store.unit import HostUnit, ParameterState
 from megatrain_accelerate.units import GIB
@@ -34,28 +33,18 @@ _MOST_SPARE_ROWS = 8
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> Any:
-    """The configuration of a model: an id of the Hub, a local folder, or a ``config.json``. Code comes with it if trusted.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    from transformers import AutoConfig
-
+    """The configuration of an id of the Hub, a local folder, or a ``config.json``, with code if trusted; a ConfigError if
+    none."""
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # each configuration checks its entries in its own way
         where = "can't be read" if os.path.exists(name) else "is neither a local folder nor a file, nor found on the Hub"
         raise ConfigError(f"the configuration of {name!r} {where}: {error}") from error
 
 
 def model_on_meta(config: Any, trust_remote_code: bool = False) -> nn.Module:
-    """The model of a configuration in bf16 on the meta device: the class that it names, else a causal language model.
-
-    Raises:
-        UnsupportedError: transformers knows no such model, or its code can't make one of the configuration.
-    """
-    import transformers
-
+    """The model of a configuration in bf16 on the meta device: the class that it names, else a causal language model. An
+    UnsupportedError if transformers knows no such model, or its code can't make one of the configuration."""
     # Without data and with a cache in sight, newer ones leave out the mask of all tokens by all, as they do with data.
     for part in (config, getattr(config, "text_config", None)):
         if part is not None and hasattr(part, "use_cache"):
@@ -66,10 +55,8 @@ def model_on_meta(config: Any, trust_remote_code: bool = False) -> nn.Module:
     kind = next((kind for kind in kinds if kind is not None), None)
     with torch.device("meta"):
         try:
-            if kind is None:
-                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-            else:
-                model = kind(config)
+            auto = transformers.AutoModelForCausalLM
+            model = kind(config) if kind else auto.from_config(config, trust_remote_code=trust_remote_code)
         except Exception as error:  # each model's code fails in its own way
             raise UnsupportedError(
                 f"no model can be made of a {type(config).__name__} ({type(error).__name__}: {error}); mend the configuration "
@@ -80,12 +67,10 @@ def model_on_meta(config: Any, trust_remote_code: bool = False) -> nn.Module:
 
 @dataclasses.dataclass(frozen=True)
 class PositionTable:
-    """A table with a row for each position. Without data nothing refuses a longer sequence."""
+    """A part of the model with a row for each of its positions. Without data nothing refuses a sequence of more tokens."""
 
     name: str
-    """In the model."""
     positions: int
-    """Tokens of the longest sequence."""
 
 
 def position_table(model: Any, stated: int | None) -> PositionTable | None:
@@ -117,11 +102,8 @@ class _MetaUnit(HostUnit):
 
 class MetaEngine(Engine):
     """The engine of a model on the meta device, in training mode with bf16, for one of ``gpus`` processes on each of so many
-    ``machines``; raises as the engine does.
-
-    What the settings place is left to :class:`ForecastPlan`. Experts are cut into parts by ``gpu_bytes``, the device memory
-    that a step may take; None leaves them whole.
-    """
+    ``machines``; raises as the engine does. What the settings place is left to :class:`ForecastPlan`. Experts are cut into
+    parts by ``gpu_bytes``, the device memory that a step may take; None leaves them whole."""
 
     unit_class = _MetaUnit
 
@@ -162,30 +144,19 @@ class MetaEngine(Engine):
 
 
 class ForecastPlan(DevicePlan):
-    """The plan for a machine that needn't be here: it finds placements and moves nothing.
-
-    A step may take ``gpu_bytes``; ``host_bytes`` are for the store and offloaded activations, None for the store alone.
-    The GPUs of a machine share them, and exchange ``exchange_bytes`` of gradients a second; machines ``network_bytes``.
-    """
+    """The plan for a machine that needn't be here: it finds placements and moves nothing. Host memory that isn't the store's
+    is for offloaded activations; there is none if the description names no size. The GPUs of a machine share it."""
 
     def __init__(
-        self,
-        engine: MetaEngine,
-        config: MegatrainConfig,
-        machine: Machine,
-        gpu_bytes: int,
-        host_bytes: int | None,
-        micro_batches: int = 1,
-        exchange_bytes: float = math.inf,
-        network_bytes: float = math.inf,
+        self, engine: MetaEngine, config: MegatrainConfig, machine: MachineDescription, micro_batches: int = 1
     ) -> None:
-        self._machine, self._gpu_bytes, self._ranks = machine, gpu_bytes, engine.ranks
-        self._gpus, self._machines, self._network_bytes = engine.gpus, engine.machines, network_bytes
+        self._described, self._machine, self._ranks = machine, machine.machine, machine.all_gpus
+        self.overhead_bytes = machine.gpus * CONSTANT_OVERHEAD_BYTES
+        """Host memory of the processes besides the store."""
         # Tensors without data say that they are the CPU's: no GPU has to be here.
         super().__init__(engine.runtime, config, torch.device("cpu"))
-        self.micro_batches, self._exchange_bytes = micro_batches, exchange_bytes
+        self.micro_batches, self._exchange_bytes = micro_batches, machine.exchange_bytes
         self.store_bytes = engine.store_bytes(self.adds_on_host)
-        self._host_bytes = self.store_bytes if host_bytes is None else host_bytes
 
     def model_sizes(self) -> Model:
         """See :meth:`DevicePlan.model_sizes`; here no optimizer says when it steps."""
@@ -193,15 +164,16 @@ class ForecastPlan(DevicePlan):
         return dataclasses.replace(
             super().model_sizes(),
             steps_in_backward=in_backward,
-            machines=self._machines,
-            network_bytes=self._network_bytes,
+            machines=self._described.machines,
+            network_bytes=self._described.network_bytes,
         )
 
     def _budget_bytes(self) -> int:
-        return self._gpu_bytes
+        return self._described.gpu_bytes
 
     def _host_budget_bytes(self) -> int:
-        return (self._host_bytes - self.store_bytes) // self._gpus
+        host_bytes = self._described.host_bytes
+        return 0 if host_bytes is None else (host_bytes - self.overhead_bytes - self.store_bytes) // self._described.gpus
 
     def _fixed_bytes_by_kind(self, outline: StepOutline | None = None) -> dict[str, int]:
         layouts = [layer.unit.layout for layer in self._runtime.layers]

@@ -11,6 +11,7 @@ from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.estimate.findings import Estimate
 from megatrain_accelerate.estimate.forecast import Forecast
 from megatrain_accelerate.estimate.machine_description import MachineDescription
+from megatrain_accelerate.plan.plan_table import experts_text
 from megatrain_accelerate.tracing import empty_figure
 from megatrain_accelerate.units import GB, GIB
 
@@ -23,15 +24,15 @@ FSDP2_OFFLOAD_BYTES, ZERO3_OFFLOAD_BYTES = 18, 20
 
 def table(estimate: Estimate) -> Iterator[str]:
     """The lines, each as soon as what it says is known."""
-    machine, model = estimate.machine, estimate.facts
-    needed_bytes, budget_bytes = estimate.forecaster.host_store_bytes, estimate.forecaster.host_bytes
-    parameters, active = model["parameters"], model["active_parameters"]
-    budget = "(--host-memory isn't given)" if machine.host_bytes is None else f"of {budget_bytes / GIB:,.1f} GiB"
+    machine, forecaster, runtime = estimate.machine, estimate.forecaster, estimate.forecaster.engine.runtime
+    needed_bytes, parameters, active = forecaster.host_store_bytes, forecaster.parameters, forecaster.active_parameters
+    budget = "(--host-memory isn't given)" if machine.host_bytes is None else f"of {forecaster.host_bytes / GIB:,.1f} GiB"
     of_them = f", {active / 1e9:.2f} G of them active" if active < parameters else ""
-    yield _fact("model", f"{estimate.model}: {model['model_class']}, {parameters / 1e9:.2f} G parameters{of_them}")
-    yield _fact("layers", f"{model['layers']}, the largest of {model['layer_parameters'] / 1e6:,.0f} M parameters")
-    if model["experts"]:
-        yield _fact("experts", model["experts"])
+    model_class, largest = type(forecaster.model).__name__, max(layer.parameter_count for layer in runtime.layers)
+    yield _fact("model", f"{estimate.model}: {model_class}, {parameters / 1e9:.2f} G parameters{of_them}")
+    yield _fact("layers", f"{len(runtime.layers)}, the largest of {largest / 1e6:,.0f} M parameters")
+    if runtime.experts:
+        yield _fact("experts", experts_text(runtime))
     yield from _machine_facts(machine)
     yield _fact(
         "host memory",
@@ -67,10 +68,8 @@ def table(estimate: Estimate) -> Iterator[str]:
     yield ""
     yield _fact("GPU memory", f"from {estimate.least_gpu_bytes / GIB:.1f} GiB, for one sequence of {estimate.length:,} tokens")
     if limits is not None:
-        batch, context = (
-            f"at least {most:,}" if is_least else f"{most:,}"
-            for most, is_least in ((limits.batch, limits.batch_is_least), (limits.context, limits.context_is_least))
-        )
+        batch = "at least " * limits.batch_is_least + f"{limits.batch:,}"
+        context = "at least " * limits.context_is_least + f"{limits.context:,}"
         stated = f"; the configuration names {estimate.stated_positions:,}" if estimate.stated_positions else ""
         if (positions := estimate.table) is not None:
             stated = f"; the model has {positions.positions:,} positions ({positions.name})"
@@ -117,7 +116,7 @@ def _line(cells: Iterable[str]) -> str:
 def _cells(row: Forecast) -> tuple[str, ...]:
     placement = row.candidate.placement
     sets = (placement.on_device, placement.kept, placement.offloaded)
-    layers = " / ".join(str(len(found)) for found in sets) + f" of {row.layers}"
+    layers = " / ".join(str(len(found)) for found in sets) + f" of {len(row.forecaster.engine.runtime.layers)}"
     batch = f"{row.batch:,}" + (f" x {row.micro_batches}" if row.micro_batches > 1 else "") + (" as one" if row.joined else "")
     batch += f" by {row.samples}" if row.samples else ""
     return (
@@ -176,8 +175,17 @@ def _other_tools(estimate: Estimate) -> dict[str, Any]:
 def as_json(estimate: Estimate) -> dict[str, Any]:
     """The estimate as plain data; units are in the names."""
     machine, limits, token_bytes = estimate.machine, estimate.limits, estimate.token_gpu_bytes
+    forecaster, runtime = estimate.forecaster, estimate.forecaster.engine.runtime
     return {
-        **estimate.facts,
+        "model": estimate.model,
+        "model_class": type(forecaster.model).__name__,
+        "parameters": forecaster.parameters,
+        "active_parameters": forecaster.active_parameters,
+        "layers": len(runtime.layers),
+        "layer_parameters": max(layer.parameter_count for layer in runtime.layers),
+        "experts": experts_text(runtime) if runtime.experts else None,
+        "stated_positions": estimate.stated_positions,
+        "table_positions": estimate.table and estimate.table.positions,
         "gpu": machine.gpu,
         **({"gpus": machine.gpus, "exchange_bytes": machine.exchange_bytes} if machine.gpus > 1 else {}),
         **({"machines": machine.machines, "network_bytes": machine.network_bytes} if machine.machines > 1 else {}),
@@ -185,10 +193,10 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         "gpu_memory_gib": machine.gpu_total_bytes / GIB,
         "gpu_planned_gib": machine.gpu_bytes / GIB,
         "speeds": dataclasses.asdict(machine.machine),
-        "notes": list(machine.notes),
-        "stock_states_gib": STOCK_BYTES * estimate.forecaster.parameters / GIB,
-        "host_needed_gib": estimate.forecaster.host_store_bytes / GIB,
-        "host_memory_gib": None if machine.host_bytes is None else estimate.forecaster.host_bytes / GIB,
+        "notes": machine.notes,
+        "stock_states_gib": STOCK_BYTES * forecaster.parameters / GIB,
+        "host_needed_gib": forecaster.host_store_bytes / GIB,
+        "host_memory_gib": None if machine.host_bytes is None else forecaster.host_bytes / GIB,
         "gpu_least_gib": estimate.least_gpu_bytes / GIB,
         "gpu_token_gib": None if token_bytes is None else token_bytes / GIB,
         "fits": estimate.fits,
@@ -231,10 +239,9 @@ def _row_as_json(row: Forecast) -> dict[str, Any]:
 
 def ladder_table(estimates: Iterable[Estimate]) -> Iterator[str]:
     """A line for each model, as soon as its batches are known."""
-    found: list[list[str]] = []
-    gpus = 1
+    gpus, some_are_missing = 0, False
     for estimate in estimates:
-        if not found:
+        if not gpus:
             yield from _machine_facts(estimate.machine)
             host_bytes = estimate.machine.host_bytes
             yield _fact("host memory", "as much as is needed" if host_bytes is None else f"{host_bytes / GIB:,.1f} GiB")
@@ -242,13 +249,13 @@ def ladder_table(estimates: Iterable[Estimate]) -> Iterator[str]:
             titles = [f"{batch:,} x {estimate.length:,}" for batch in estimate.batches]
             gpus = estimate.machine.all_gpus
             yield _ladder_line("model", "parameters", "host, GiB", "stock, GPU GiB" if gpus == 1 else "FSDP2, GPU GiB", titles)
-        cells = [f"{_missing_host(estimate)} are missing"]
-        if estimate.missing_host_bytes <= 0:
-            cells = [_speed_and_memory(row) for row in estimate.rows()]
-        found.append(cells)
-        parameters = estimate.forecaster.parameters
-        host = f"{estimate.forecaster.host_store_bytes / GIB:,.1f}"
-        yield _ladder_line(estimate.model, f"{parameters / 1e9:.2f} G", host, _stock(estimate), cells)
+        if estimate.missing_host_bytes > 0:
+            some_are_missing, cells = True, [f"{_missing_host(estimate)} are missing"]
+        else:
+            speeds = ((f"{row.tokens_per_second:,.0f} ({row.gpu_bytes / GIB:.1f})", row.fits) for row in estimate.rows())
+            cells = [text if fits else "-" for text, fits in speeds]
+        parameters, host_bytes = estimate.forecaster.parameters, estimate.forecaster.host_store_bytes
+        yield _ladder_line(estimate.model, f"{parameters / 1e9:.2f} G", f"{host_bytes / GIB:,.1f}", _stock(estimate), cells)
     yield ""
     if gpus == 1:
         yield "sequences x tokens: tokens/s, and GiB of the GPU in parentheses"
@@ -257,16 +264,12 @@ def ladder_table(estimates: Iterable[Estimate]) -> Iterator[str]:
         yield f"sequences x tokens of each GPU: tokens/s of all {gpus}, and GiB of each GPU in parentheses"
         yield "experts are fetched whole (expert_parts=1)"
         yield f"FSDP2: its part of the states on each GPU, {STOCK_BYTES} bytes a parameter in all; activations come on top"
-    if any("missing" in cells[0] for cells in found):
+    if some_are_missing:
         yield "with a model's name megatrain estimate says which settings take less host memory"
 
 
 def _ladder_line(model: str, parameters: str, host: str, stock: str, cells: Sequence[str]) -> str:
     return "  ".join((f"{model:<15}", f"{parameters:>10}", f"{host:>9}", f"{stock:>17}", *map("{:>15}".format, cells)))
-
-
-def _speed_and_memory(row: Forecast) -> str:
-    return f"{row.tokens_per_second:,.0f} ({row.gpu_bytes / GIB:.1f})" if row.fits else "-"
 
 
 def _stock_bytes(estimate: Estimate) -> float:
@@ -310,13 +313,10 @@ def ladder_plot(estimates: Sequence[Estimate], path: Path) -> None:
     _save(figure, path)
 
 
-def plot(estimate: Estimate, path: Path) -> None:
-    """Draws tokens a second against the batch; the path's suffix names the picture's format.
-
-    Raises:
-        UnsupportedError: matplotlib isn't installed.
-        ConfigError: nothing can be written there, or not in that format.
-    """
+def plot(estimates: Sequence[Estimate], path: Path) -> None:
+    """Draws tokens a second of the only estimate against the batch; the path's suffix names the picture's format. An
+    UnsupportedError if matplotlib isn't installed, a ConfigError if nothing can be written there, or not in that format."""
+    (estimate,) = estimates
     figure = empty_figure((8, 5), "--plot", "take --json")
     axes = figure.add_subplot()
     rows = sorted(estimate.rows(), key=lambda row: row.batch)

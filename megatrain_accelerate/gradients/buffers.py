@@ -1,8 +1,6 @@
-"""Host buffers for gradients that are added to others, and for those that pass through.
-
-Where gradients pass (``step_schedule: backward``), a layer's are consumed by its step as soon as they have arrived, so that
-only those on their way need memory: 12 bytes a parameter of a layer instead of 14. ``parameter.grad`` shows not-a-number then.
-"""
+"""Host buffers for gradients that are added to others, and for those that pass through. Where gradients pass (``step_schedule:
+backward``), a layer's are consumed by its step as soon as they have arrived, so that only those on their way need memory: 12
+bytes a parameter of a layer instead of 14. ``parameter.grad`` shows not-a-number then."""
 
 from __future__ import annotations
 
@@ -39,19 +37,16 @@ def of_their_own(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class HostBuffers:
-    """Host buffers of uint8 that take turns.
-
-    Owner: the offloader. Writer of one: the d2h stream. Reader: the step worker, until the gate opens for which it was taken.
-    """
+    """Host buffers of uint8 that take turns. Owner: the offloader. Writer of one: the d2h stream. Reader: the step worker,
+    until the gate opens for which it was taken."""
 
     def __init__(self, count: int, size_bytes: int, *, register: bool, meter: Meter) -> None:
         self._meter = meter
         self._memories = [HostMemory(size_bytes, register=register) for _ in range(count)]
+        self._turns: collections.deque[tuple[torch.Tensor, UpdateGate]] = collections.deque()
         for memory in self._memories:
             memory.register()
-        self._turns: collections.deque[tuple[torch.Tensor, UpdateGate]] = collections.deque(
-            (memory.tensor(0, (size_bytes,), torch.uint8), UpdateGate()) for memory in self._memories
-        )
+            self._turns.append((memory.tensor(0, (size_bytes,), torch.uint8), UpdateGate()))
 
     @property
     def size_bytes(self) -> int:
@@ -123,10 +118,8 @@ def not_stepped(layer: Stepped) -> StateError:
 
 
 def refuse_unstepped(layers: Sequence[Stepped], parameters: Collection[int]) -> None:
-    """Raises a StateError for a layer's gradient that ``step()`` finds where it can't be read.
-
-    ``parameters``: the ``id`` of each whose gradient no backward since the last step has consumed.
-    """
+    """Raises a StateError for a layer's gradient that ``step()`` finds where it can't be read. ``parameters``: the ``id`` of
+    each whose gradient no backward since the last step has consumed."""
     for layer in layers:
         names = [state.name for state in layer.unit.states if id(state.parameter) in parameters]
         if names and layer.unit.passes_gradients and not layer.unit.is_on_device:

@@ -1,15 +1,13 @@
-"""Weight gradients of layers in autograd's graph, from the leaves of a call to the host store.
-
-A layer that is called once in a forward sends its gradients as soon as its backward has been issued. Those of a layer that is
-called several times are added up first, and those of a call in pieces of its batch are summed in fp32, as long as one
-backward (autograd's graph task) brings them.
-"""
+"""Weight gradients of layers in autograd's graph, from the leaves of a call to the host store. A layer that is called once in
+a forward sends its gradients as soon as its backward has been issued. Those of a layer that is called several times are added
+up first, and those of a call in pieces of its batch are summed in fp32, as long as one backward (autograd's graph task) brings
+them."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -19,29 +17,9 @@ from megatrain_accelerate.transfer.call_order import Tape
 from megatrain_accelerate.transfer.parts import Streamed
 
 
-class CallInBackward(Protocol):
-    """A call of a layer to which a backward has come, or one of the ``pieces`` of a call."""
-
-    tape: Tape
-    position: int
-    pieces: int
-    task: int
-
-    @property
-    def layer(self) -> Streamed: ...
-
-    def finish(self) -> None:
-        """The backward is over."""
-
-    def discard(self) -> None:
-        """The backward has failed."""
-
-
 class LayerSums:
-    """fp32 sums of one layer's weight gradients over the pieces of a call, rounded once when they leave.
-
-    They lie in ``buffer``, flat fp32 memory, which nobody else uses while they live.
-    """
+    """fp32 sums of one layer's weight gradients over the pieces of a call, rounded once when they leave. They lie in
+    ``buffer``, flat fp32 memory, which nobody else uses while they live."""
 
     def __init__(self, layout: FlatLayout, buffer: torch.Tensor) -> None:
         self._entries = layout.trainable_entries
@@ -61,30 +39,23 @@ class LayerSums:
                 self._sums[row] = self._buffer[begin : begin + spec.numel].view(spec.shape).copy_(gradient)
 
     def take(self, to_stay: bool) -> dict[int, torch.Tensor]:
-        """The sums of what pieces had gradients of: fp32, valid until the next layer's begin.
-
-        Those that are ``to_stay`` are tensors of their own, rounded to the dtypes of the weights.
-        """
+        """The sums of what pieces had gradients of: fp32, valid until the next layer's begin. Those that are ``to_stay`` are
+        tensors of their own, rounded to the dtypes of the weights."""
         if not to_stay:
             return self._sums
         return {row: total.to(self._entries[row].spec.dtype, copy=True) for row, total in self._sums.items()}
 
 
 class GradientSums:
-    """Where the layers' sums lie: one flat buffer on the device, as large as the largest layer's trained parameters.
-
-    Owner: the runtime. Writer and reader: the compute stream. The buffer is made when the first call is cut, and belongs to
-    one layer's sums as long as these live. Sums that begin meanwhile (of a backward within a backward) get memory of their
-    own.
-    """
+    """Where the layers' sums lie: one flat buffer on the device, as large as the largest layer's trained parameters. Owner:
+    the runtime. Writer and reader: the compute stream. The buffer is made when the first call is cut, and belongs to one
+    layer's sums as long as these live. Sums that begin meanwhile (of a backward within a backward) get memory of their own."""
 
     def __init__(self, device: torch.device, layouts: Iterable[FlatLayout]) -> None:
         self._device = device
         self._elements = max((layout.state_elements for layout in layouts), default=0)
         self.buffer: torch.Tensor | None = None
-        """None before the first call that is cut."""
         self.user: weakref.ref[LayerSums] | None = None
-        """The sums in the buffer."""
 
     @property
     def planned_bytes(self) -> int:
@@ -108,8 +79,8 @@ class Backward:
     """One backward that is under way (a graph task of autograd), and its gradients that wait for others."""
 
     def __init__(self, offloader: GradientOffloader, fp32_sums: GradientSums) -> None:
-        self.calls: list[CallInBackward] = []
-        """To which it has come."""
+        self.calls: list[Any] = []
+        """The calls of layers, or pieces of calls, to which it has come (:class:`.GraphCall`)."""
         self._offloader = offloader
         self._fp32_sums = fp32_sums
         self._sums: dict[Streamed, dict[int, torch.Tensor]] = {}
@@ -117,12 +88,10 @@ class Backward:
         self._pieces: dict[tuple[Tape, int], tuple[Streamed, LayerSums]] = {}
         """Of calls in pieces, by their places."""
 
-    def take(self, call: CallInBackward, found: dict[int, torch.Tensor], is_complete: bool) -> None:
+    def take(self, call: Any, found: dict[int, torch.Tensor], is_complete: bool) -> None:
         """Takes gradients of a call: they go at once unless others of the layer come in this backward. Those of a piece are
-        added to the other pieces'; when all have brought theirs they go as those of one call.
-
-        ``is_complete`` tells that the call, or the piece, brings no more of them.
-        """
+        added to the other pieces', and go with the last as those of one call. ``is_complete``: the call, or the piece, brings
+        no more."""
         if call.pieces == 1:
             self._deliver(call.tape, call.layer, found, is_complete)
             return

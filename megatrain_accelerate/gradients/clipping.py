@@ -14,59 +14,51 @@ from megatrain_accelerate.store.unit import HostUnit
 
 
 class NormTable:
-    """Host table of the last gradient norm of every trainable parameter, in the ``row`` of its state.
-
-    Owner: the runtime. Writers: the d2h stream, the step worker. Reader: the launching thread, after backward.
-    """
+    """Host table of the last gradient norm of every trainable parameter, in the ``row`` of its state. Owner: the runtime.
+    Writers: the d2h stream, the step worker. Reader: the launching thread, after backward."""
 
     def __init__(self, units: Sequence[HostUnit], register: bool) -> None:
         trained = [state for unit in units for state in unit.states if state.entry.spec.trainable]
         for row, state in enumerate(trained):
             state.row = row
-        count = len(trained)
-        self._memory = HostMemory(4 * max(1, count), register=register)
+        count = max(1, len(trained))
+        self._memory = HostMemory(4 * count, register=register)
         self._memory.register()
-        self.norms = self._memory.tensor(0, (max(1, count),), torch.float32)
+        self.norms = self._memory.tensor(0, (count,), torch.float32)
 
     def of_unit(self, unit: HostUnit) -> torch.Tensor:
         """The unit's rows: one for each trainable entry, in entry order."""
         start = next((state.row for state in unit.states if state.row is not None), 0)
         return self.norms[start : start + len(unit.layout.trainable_entries)]
 
-    def fill(self, states: Sequence[ParameterState], norms: torch.Tensor) -> None:
-        """Issues the copies of the norms of these trained parameters' gradients, which are on the device."""
+    def copies(self, states: Sequence[ParameterState], norms: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Where the norms of these trained parameters' gradients go, in as few copies from the device as can be."""
         rows = [row for state in states if (row := state.row) is not None]
         if rows == list(range(rows[0], rows[-1] + 1)):
-            self.norms[rows[0] : rows[-1] + 1].copy_(norms, non_blocking=True)
-        else:
-            for row, norm in zip(rows, norms.unbind(), strict=True):
-                self.norms[row].copy_(norm, non_blocking=True)
+            return [(self.norms[rows[0] : rows[-1] + 1], norms)]
+        return [(self.norms[row], norm) for row, norm in zip(rows, norms.unbind(), strict=True)]
 
     def close(self) -> None:
         self._memory.close()
 
 
 class Clipping:
-    """Owner of the factors by which clipped gradients are to be scaled, until a step takes them.
-
-    ``states`` are the parameters' places in the store, by ``id`` of the parameter.
-    """
+    """Owner of clipped gradients' factors until a step takes them. ``states``: places in the store, by ``id`` of the
+    parameter."""
 
     def __init__(self, norms: NormTable, sums: Fp32Sums, states: Mapping[int, ParameterState]) -> None:
         self._norms = norms
         self._sums = sums
         self._states = states
-        self._factors: dict[int, tuple[ParameterState, float]] = {}
-        """Each clipped parameter and its factor, by the parameter's ``id``."""
+        self._factors: dict[int, float] = {}
+        """Of each clipped parameter, by its ``id``."""
         self._stepped: list[tuple[ParameterState, float, NotedTensor]] = []
         """Each parameter that was stepped with a factor since the last forward, the factor, and its gradient then."""
 
     def total_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Global 2-norm of the parameters' gradients, which must have been collected: fp32, on the host, no dimensions.
-
-        The value of ``torch.nn.utils.clip_grad_norm_`` on fp32 gradients: the norm of the gradients' norms. ``parameters`` are
-        trained ones of this model, or of modules that don't stream; those without a gradient don't count.
-        """
+        """Global 2-norm of the parameters' gradients, which must have been collected: fp32, on the host, no dimensions. The
+        value of ``torch.nn.utils.clip_grad_norm_`` on fp32 gradients: the norm of the gradients' norms. ``parameters`` are
+        trained ones of this model, or of modules that don't stream; those without a gradient don't count."""
         rows, factors, outside = [], [], []
         for parameter in parameters:
             if (gradient := parameter.grad) is None:
@@ -79,7 +71,7 @@ class Clipping:
                 self._norms.norms[state.row] = self._sums.norms([state])[0]
                 state.note_norm(gradient, rewritten=True)
             rows.append(state.row)
-            factors.append(self._factors[id(parameter)][1] if id(parameter) in self._factors else 1.0)
+            factors.append(self._factors.get(id(parameter), 1.0))
         norms = self._norms.norms[torch.tensor(rows, dtype=torch.long)]
         if self._factors:
             norms = norms * torch.tensor(factors, dtype=torch.float32)
@@ -93,21 +85,18 @@ class Clipping:
         factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
         if bool(total.isfinite()) and factor != 1.0:
             for parameter in parameters:
-                if (state := self._states.get(id(parameter))) is not None:
-                    _, earlier = self._factors.get(id(parameter), (state, 1.0))
-                    self._factors[id(parameter)] = state, factor * earlier
+                if id(parameter) in self._states:
+                    self._factors[id(parameter)] = factor * self._factors.get(id(parameter), 1.0)
                 elif parameter.grad is not None:
                     parameter.grad.detach().mul_(factor)
         return total
 
     def take_factors(self, ids: Collection[int]) -> dict[int, float]:
-        """Removes and returns the factors that wait for a step of these parameters, by ``id``; 1 where absent.
-
-        The gradients stay as they are: :meth:`settle` scales those that are still there behind the step.
-        """
+        """Removes and returns the factors that wait for a step of these parameters, by ``id``; 1 where absent. The gradients
+        stay as they are: :meth:`settle` scales those that are still there behind the step."""
         taken: dict[int, float] = {}
         for key in [key for key in self._factors if key in ids]:
-            state, factor = self._factors.pop(key)
+            state, factor = self._states[key], self._factors.pop(key)
             if factor != 1.0 and state.parameter.grad is not None:
                 assert state.normed is not None
                 taken[key] = factor
@@ -127,30 +116,24 @@ class Clipping:
         """The part of :meth:`settle` that gradients need which were stepped and not dropped."""
         if self.has_stepped():
             for state, factor, _ in self._stepped:
-                self._scale(state, factor, others_follow)
+                self._sums.scale(state, factor, others_follow)
             self._stepped.clear()
 
-    def _scale(self, state: ParameterState, factor: float, others_follow: bool) -> None:
-        with torch.no_grad():
-            self._sums.scale(state, factor, others_follow)
-        state.normed = None
-
     def settle(self, others_follow: bool) -> None:
-        """Scales clipped gradients in place, for those who look at them or add to them.
-
-        No step may be under way. If ``others_follow``, which are added, bf16 gradients become fp32
-        sums where such sums are wanted; if not, gradients that aren't sums are rounded once more.
-        """
+        """Scales clipped gradients in place, for those who look at them or add to them; no step may be under way. If
+        ``others_follow``, bf16 ones become fp32 sums where such are wanted; if not, gradients that aren't sums are rounded
+        once more."""
         self.refuse_written()
         self.settle_stepped(others_follow)
-        for state, factor in self._factors.values():
-            if state.parameter.grad is not None:
-                self._scale(state, factor, others_follow)
+        for key, factor in self._factors.items():
+            if (state := self._states[key]).parameter.grad is not None:
+                self._sums.scale(state, factor, others_follow)
         self._factors.clear()
 
     def refuse_written(self) -> None:
         """A StateError if a clipped gradient was written to: that would be scaled as well."""
-        if any(state.parameter.grad is not None and not state.has_norm for state, _ in self._factors.values()):
+        clipped = [self._states[key] for key in self._factors]
+        if any(state.parameter.grad is not None and not state.has_norm for state in clipped):
             raise StateError(
                 "gradients were written to after accelerator.clip_grad_norm_(), which leaves them as they are and lets "
                 "the step scale them; change them before they are clipped, or clip with torch.nn.utils.clip_grad_norm_()"

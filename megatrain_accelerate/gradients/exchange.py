@@ -1,8 +1,6 @@
-"""Means of the ranks' gradients: each rank gets its share of them from all, and adds them in fp32, in the order of ranks.
-
-So G ranks give the bits of one process that adds the same G parts in the same order, and a mean in bf16 is rounded once. It
-costs the bytes of a reduce-scatter in bf16.
-"""
+"""Means of the ranks' gradients: each rank gets its share of them from all, and adds them in fp32, in the order of ranks. So G
+ranks give the bits of one process that adds the same G parts in the same order, and a mean in bf16 is rounded once. It costs
+the bytes of a reduce-scatter in bf16."""
 
 from __future__ import annotations
 
@@ -27,11 +25,7 @@ _BUCKET_BYTES = 64 * MIB
 
 
 class Exchange:
-    """The collectives of gradients, which every rank issues in the same order: that of its backward.
-
-    Args:
-        layouts: of what has gradients in a slot.
-    """
+    """Collectives of gradients, on each rank in the order of the backward. ``layouts``: of what has gradients in a slot."""
 
     def __init__(self, shared: SharedStore, streams: Streams, layouts: Iterable[FlatLayout]) -> None:
         self._ranks, self._order, self._streams = shared.ranks, shared.order, streams
@@ -61,13 +55,10 @@ class Exchange:
         self._make_means([zeros])
         return 2 * zeros.nbytes  # out in shares, and back as means
 
-    def note_found(self, states: Iterable[ParameterState]) -> None:
-        """A backward found gradients of these on this rank."""
+    def note_found(self, states: Iterable[ParameterState], among: Iterable[ParameterState] = ()) -> None:
+        """A backward that looked ``among`` these, whose dropped gradients count no more, found those of ``states`` here."""
+        self._found.difference_update(state.row for state in among if state.parameter.grad is None)
         self._found.update(row for state in states if (row := state.row) is not None)
-
-    def begin(self, states: Iterable[ParameterState]) -> None:
-        """Before the gradients of a backward are noted: forgets those of these parameters that were dropped."""
-        self._found.difference_update(state.row for state in states if state.parameter.grad is None)
 
     def gather_found(self, accumulated: Iterable[int | None]) -> tuple[set[int], set[int]]:
         """Called by all ranks when a backward is over. Returns the rows in which any rank's autograd ``accumulated`` itself,
@@ -90,9 +81,7 @@ class Exchange:
 
     def mean_of_share(self, buffer: torch.Tensor, layout: FlatLayout, name: str) -> None:
         """Of a unit's flat gradients (uint8) this rank's share becomes the mean of all ranks'; the rest stays as it was.
-
-        Issued on the current stream, which must be the d2h stream: what is received lies where the next call receives.
-        """
+        Issued on the current stream, which must be the d2h stream: what is received lies where the next call receives."""
         self._order.enter(name)
         ranks = self._ranks
         shares = [layout.share_of(rank, ranks.size) for rank in range(ranks.size)]
@@ -109,10 +98,8 @@ class Exchange:
                 target[place].view(dtype).copy_(_mean([part[place].view(dtype) for part in parts]))
 
     def make_means(self, gradients: Sequence[torch.Tensor], name: str) -> None:
-        """Each of these contiguous gradients becomes the mean of all ranks', in place, on each rank.
-
-        It runs beside what the compute stream does next; :meth:`wait_for_means` before anybody reads them, or lets go of them.
-        """
+        """Each of these contiguous gradients becomes the mean of all ranks', in place, on each rank. It runs beside what the
+        compute stream does next; :meth:`wait_for_means` before anybody reads them, or lets go of them."""
         streams = self._streams
         self._order.enter(name)
         # RAW: the other ranks must see finished gradients.
@@ -157,7 +144,7 @@ def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """In fp32, added in the order of the parts."""
-    total = parts[0].float() if parts[0].dtype != torch.float32 else parts[0].clone()
+    total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
         total += part
     return total.mul_(1 / len(parts))

@@ -1,10 +1,8 @@
-"""Gradients of several backwards summed in fp32: the bf16 half is ``parameter.grad``, a 16-bit residual lies beside it.
-
-The pair is split as the masters are (``csrc/split_master.h``), so the sum has every bit of an fp32 addition for 2 bytes a
+"""Gradients of several backwards summed in fp32: the bf16 half is ``parameter.grad``, a 16-bit residual lies beside it. The
+pair is split as the masters are (``csrc/split_master.h``), so the sum has every bit of an fp32 addition for 2 bytes a
 parameter more, and nothing more moves over the link but the residuals of resident parameters, once a step. A residual counts
 only while ``parameter.grad`` is the tensor, at the version, that it was made with (:attr:`ParamHandle.has_fp32_sum`): where
-somebody wrote to, replaced or dropped the gradient the sum goes on from what is there.
-"""
+somebody wrote to, replaced or dropped the gradient the sum goes on from what is there."""
 
 from __future__ import annotations
 
@@ -57,19 +55,13 @@ class RunningSum:
         """Adds a gradient of the same shape and dtype, in place; no version counter moves."""
         self.kernels.accumulate_split(self.gradient, self.residual, gradient.contiguous(), self.has_residual)
 
-    def scale(self, factor: float) -> None:
-        """Multiplies the sum, in fp32, in place; no version counter moves."""
-        total = joined_sum(self.gradient, self.residual, self.kernels) if self.has_residual else self.gradient.float()
-        self.kernels.split(total.mul_(factor), self.gradient, self.residual)
-
 
 class Fp32Sums:
-    """Decides which gradients are summed in fp32, and owns the way in which autograd's own are.
+    """Decides which gradients of ``parts`` (layers, experts and groups) are summed in fp32, and how autograd's own are."""
 
-    ``parts`` are all layers, experts and groups.
-    """
-
-    def __init__(self, parts: Sequence[Stepped], config: MegatrainConfig, device: torch.device, kernels: HostKernels) -> None:
+    def __init__(
+        self, parts: Sequence[Stepped], config: MegatrainConfig, device: torch.device, kernels: HostKernels, ranks: int
+    ) -> None:
         self._parts, self._device, self._kernels = list(parts), device, kernels
         self._host_memory_gib = config.host_memory_gib
         self.is_wanted = config.accumulation_dtype == "fp32"
@@ -77,26 +69,21 @@ class Fp32Sums:
         """Whether the residuals' memory was counted before the model was adopted."""
         self._device_kernels: DeviceKernels | None = None
         self._is_prepared = False
-        self.ranks = 1
+        self.ranks = ranks
         """How many train the model together."""
-        self.holds_fresh = False
-        """Of several ranks: whether what a backward accumulates stays in ``parameter.grad``, apart from what was there, until
-        all ranks have made the mean of it and :meth:`take_up` is called."""
+        self.holds_fresh = ranks > 1
+        """Whether what a backward accumulates stays in ``parameter.grad``, apart from what was there, until all ranks have
+        made the mean of it and :meth:`take_up` is called."""
         self.fresh: dict[int, ParameterState] = {}
         """Those that autograd was about to accumulate in this backward, by ``id``, where it :attr:`holds_fresh`."""
-        self._set_aside: dict[int, tuple[torch.Tensor, RunningSum | None]] = {}
-        """The gradient that was there, by the ``id`` of the state, and as the fp32 sum that it is to be."""
+        self._set_aside: dict[int, torch.Tensor] = {}
+        """The gradient that was there, by the ``id`` of the state."""
         self._takes_up: dict[int, Any] = {}
-        """For gradients of layers that were set aside, by the ``id`` of the state: the handle of the hook that calls
-        :meth:`take_up`."""
+        """For those of layers, by the ``id`` of the state: the handle of the hook that calls :meth:`take_up`."""
 
     def prepare(self, staging_bytes: int = 0) -> None:
-        """Makes the residuals, 2 bytes a parameter, if they don't exist; ``staging_bytes`` are about to be taken besides.
-
-        Raises:
-            HostMemoryError: they don't fit; nothing is allocated then.
-            KernelError: the model computes on a GPU, and Triton is missing.
-        """
+        """Makes the residuals, 2 bytes a parameter, if there are none; ``staging_bytes`` are about to be taken besides. A
+        HostMemoryError, with nothing allocated, if they don't fit; a KernelError for a GPU without Triton."""
         if self._is_prepared or not self.is_wanted or not any(part.unit.layout.split_elements for part in self._parts):
             return
         if self._device.type == "cuda":
@@ -109,10 +96,7 @@ class Fp32Sums:
         if not self.is_budgeted:
             # All that is still to be allocated and wasn't promised: the optimizer may be prepared after this.
             units = [part.unit for part in self._parts if not part.unit.is_on_device]
-            without_gradients = [unit for unit in units if not (unit.has("gradients") or unit.passes_gradients)]
             parts = {
-                "gradients": sum(unit.layout.gradient_bytes for unit in without_gradients),
-                "residuals": sum(2 * unit.layout.split_elements - unit.residuals.nbytes for unit in units),
                 "moments": sum(unit.moment_bytes for unit in units if not unit.has("moments")),
                 "gradient_residuals": sum(2 * u.layout.split_elements for u in units if u.gradient_residuals is None),
                 "staging": staging_bytes,
@@ -127,47 +111,50 @@ class Fp32Sums:
         gradient, residual = state.parameter.grad, state.sum_residual
         if not self.is_wanted or gradient is None or residual is None:
             return None
-        if gradient.dtype != torch.bfloat16 or gradient.device != residual.device or not _is_plain(gradient):
+        if gradient.device != residual.device or not (_is_in_bf16(gradient) and gradient.is_contiguous()):
             return None
         kernels = self._device_kernels if gradient.is_cuda else self._kernels
         assert kernels is not None, "sums on the GPU before prepare()"
         return RunningSum(gradient, residual, state.handle.has_fp32_sum, kernels)
 
+    @torch.no_grad()
     def scale(self, state: ParameterState, factor: float, others_follow: bool) -> None:
-        """Multiplies ``parameter.grad`` in place; an fp32 sum from then on if ``others_follow``."""
+        """Multiplies ``parameter.grad`` in place; an fp32 sum from then on if ``others_follow``, and no version moves then."""
         assert state.parameter.grad is not None
         if others_follow:
             self.prepare()
         gradient = state.parameter.grad
         running = self.running(state) if others_follow or state.handle.has_fp32_sum else None
+        residual = None if running is None else running.residual
         if state.share is not None and state.gradient is not None and gradient.data_ptr() == state.gradient.data_ptr():
             # Each rank scales what it steps of a gradient that all of them share.
             gradient = state.share.of(state.entry, gradient)
-            if running is not None:
-                residual = state.share.of(state.entry, running.residual)
-                running = dataclasses.replace(running, gradient=gradient, residual=residual)
-        if running is None:
+            residual = None if residual is None else state.share.of(state.entry, residual)
+        if running is None or residual is None:
             gradient.mul_(factor)
         else:
-            running.scale(factor)
+            total = joined_sum(gradient, residual, running.kernels) if running.has_residual else gradient.float()
+            running.kernels.split(total.mul_(factor), gradient, residual)
             state.handle.note_fp32_sum()
+        state.normed = None
 
     def norms(self, states: Sequence[ParameterState]) -> list[torch.Tensor]:
         """2-norms of the parameters' gradients, all of one device: of the fp32 sums where there are such; fp32, there."""
-        found: dict[int, torch.Tensor] = {}
+        found: list[torch.Tensor] = []
         plain: dict[int, torch.Tensor] = {}
         for position, state in enumerate(states):
             gradient = state.parameter.grad
             assert gradient is not None
             if not state.handle.has_fp32_sum or state.sum_residual is None:
                 plain[position] = gradient
+                found.append(gradient)
             elif gradient.is_cuda and self._device_kernels is not None:
-                found[position] = self._device_kernels.norm_split(gradient, state.sum_residual)
+                found.append(self._device_kernels.norm_split(gradient, state.sum_residual))
             else:
-                found[position] = gradient_norms([joined_sum(gradient, state.sum_residual, self._kernels)])[0]
-        if plain:
-            found |= zip(plain, gradient_norms(list(plain.values())), strict=True)
-        return [found[position] for position in range(len(states))]
+                found += gradient_norms([joined_sum(gradient, state.sum_residual, self._kernels)])
+        for position, norm in zip(plain, gradient_norms(list(plain.values())) if plain else (), strict=True):
+            found[position] = norm
+        return found
 
     def host_norm(self, gradient: torch.Tensor, residual: torch.Tensor | None) -> float:
         """2-norm of a gradient on the host, or of the fp32 sum that it is the bf16 half of."""
@@ -197,43 +184,37 @@ class Fp32Sums:
         if (state := found()) is None:
             return
         self._pop(state)  # of a backward that failed
-        earlier = state.parameter.grad
+        earlier, parameter = state.parameter.grad, state.parameter
+        takes_up &= not self.holds_fresh
         if self.holds_fresh:
             self.fresh[id(state)] = state
-            if self.lay_aside(state):
-                Variable._execution_engine.queue_callback(functools.partial(self._put_back, state))
+        elif earlier is None or not (_is_in_bf16(earlier) and earlier.is_contiguous() and _is_in_bf16(fresh)):
             return
-        if earlier is None or earlier.dtype != torch.bfloat16 or fresh.dtype != torch.bfloat16 or not _is_plain(earlier):
-            return
-        if fresh.layout != torch.strided or fresh.requires_grad:
-            return
-        self.prepare()
-        running = self.running(state)
-        if running is not None:
+        elif takes_up and parameter._post_accumulate_grad_hooks:
+            raise UnsupportedError(
+                f"parameter {state.name} has a hook (register_post_accumulate_grad_hook), which wouldn't see the sum of "
+                "several backwards; remove it, or set megatrain_config.accumulation_dtype to 'bf16'"
+            )
+        if self.lay_aside(state):
             if takes_up:
-                if state.parameter._post_accumulate_grad_hooks:
-                    raise UnsupportedError(
-                        f"parameter {state.name} has a hook (register_post_accumulate_grad_hook), which wouldn't see the "
-                        "sum of several backwards; remove it, or set megatrain_config.accumulation_dtype to 'bf16'"
-                    )
                 added = functools.partial(weakly(self._added), weakref.ref(state))
-                self._takes_up[id(state)] = state.parameter.register_post_accumulate_grad_hook(added)
-            self._set_aside[id(state)] = earlier, running
-            state.handle.set_gradient(None, keeps_sum=True)
+                self._takes_up[id(state)] = parameter.register_post_accumulate_grad_hook(added)
             Variable._execution_engine.queue_callback(functools.partial(self._put_back, state))
 
     def lay_aside(self, state: ParameterState) -> bool:
-        """Takes the gradient that is there out of the way of a fresh one, until :meth:`take_up`; says whether there is one."""
+        """Takes the gradient that is there out of the way of a fresh one, until :meth:`take_up`; says whether there is one, or
+        where nothing :attr:`holds_fresh` one that is summed in fp32."""
         earlier = state.parameter.grad
         if earlier is None:
             return False
-        if self.is_wanted:
-            self.prepare()
-        self._set_aside[id(state)] = earlier, self.running(state)
+        self.prepare()
+        if self.running(state) is None and not self.holds_fresh:
+            return False
+        self._set_aside[id(state)] = earlier
         state.handle.set_gradient(None, keeps_sum=True)
         return True
 
-    def _pop(self, state: ParameterState) -> tuple[torch.Tensor, RunningSum | None] | None:
+    def _pop(self, state: ParameterState) -> torch.Tensor | None:
         if (handle := self._takes_up.pop(id(state), None)) is not None:
             handle.remove()
         return self._set_aside.pop(id(state), None)
@@ -241,31 +222,37 @@ class Fp32Sums:
     def _added(self, found: weakref.ref[ParameterState], _: torch.Tensor) -> None:
         if (state := found()) is not None:
             self.take_up(state)
-            state.normed = None
 
     def take_up(self, state: ParameterState) -> None:
         """autograd accumulated into ``parameter.grad``: adds it to what was set aside, which takes its place again."""
-        aside = self._pop(state)
-        fresh = state.parameter.grad
-        if aside is None or fresh is None:
+        earlier, fresh = self._pop(state), state.parameter.grad
+        state.normed = None
+        if earlier is not None and fresh is not None:
+            state.handle.set_gradient(earlier, keeps_sum=True)
+            self.add(state, fresh)
+
+    @torch.no_grad()
+    def add(self, state: ParameterState, gradient: torch.Tensor) -> None:
+        """Sets or adds to a gradient that no copy is on its way to, where the parameter lies."""
+        state.normed = None
+        if state.parameter.grad is None:
+            state.handle.set_gradient(gradient)
             return
-        earlier, running = aside
-        with torch.no_grad():
-            if running is None:
-                earlier.add_(fresh)
-            else:
-                running.add(fresh)
-        state.handle.set_gradient(earlier)
-        if running is not None:
+        self.prepare()
+        running = self.running(state)
+        if running is None:
+            state.parameter.grad.add_(gradient)
+        else:
+            running.add(gradient)
             state.handle.note_fp32_sum()
 
     def _put_back(self, state: ParameterState) -> None:
         """The backward is over: a gradient to which nothing was added (``torch.autograd.grad``) takes its place again."""
         if self.holds_fresh and state.parameter.grad is not None:
             return
-        aside = self._pop(state)
-        if aside is not None and state.parameter.grad is None:
-            state.handle.set_gradient(aside[0], keeps_sum=True)
+        earlier = self._pop(state)
+        if earlier is not None and state.parameter.grad is None:
+            state.handle.set_gradient(earlier, keeps_sum=True)
 
 
 BF16_REMEDY = (
@@ -274,5 +261,5 @@ BF16_REMEDY = (
 )
 
 
-def _is_plain(gradient: torch.Tensor) -> bool:
-    return gradient.layout == torch.strided and gradient.is_contiguous() and not gradient.requires_grad
+def _is_in_bf16(gradient: torch.Tensor) -> bool:
+    return gradient.dtype == torch.bfloat16 and gradient.layout == torch.strided and not gradient.requires_grad

@@ -1,9 +1,7 @@
-"""Gradients to the host: device slots, one copy a layer, accumulation over micro-batches, norms.
-
-The norms are taken on the device, gradient by gradient, while the gradients are still there, and travel with them; so
-the global norm is known on the host when backward ends, without another pass over the gradients. Norms of a model that lives
-on the device whole travel then, and are waited for when they are read.
-"""
+"""Gradients to the host: device slots, one copy a layer, accumulation over micro-batches, norms. These are taken on the
+device, gradient by gradient, while they are still there, and travel with them; so the global norm is known on the host when
+backward ends, without another pass. Norms of a model that lives on the device whole travel then, and are waited for when they
+are read."""
 
 from __future__ import annotations
 
@@ -29,16 +27,16 @@ from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_
 from megatrain_accelerate.transfer.parts import Fetched, Stepped, Streamed
 from megatrain_accelerate.transfer.streams import GradientSlot, Streams
 
+Copies = Sequence[tuple[torch.Tensor, ...]]
+"""Pairs of memory on the host, and what on the device is to be copied there."""
 GRADIENT_SLOTS = 2
 """Device buffers that hold one layer's gradients each: one is written while the other's are copied to the host."""
 _STAGING_BUFFERS = 2
 
 
 class UnitStepper:
-    """Base class of what steps a model's parameters (the runtime's ``steppers``): the calls that the runtime makes.
-
-    By default one that runs within ``optimizer.step()``, on the host.
-    """
+    """Base class of what steps a model's parameters (the runtime's ``steppers``): the calls that the runtime makes. By default
+    one that runs within ``optimizer.step()``, on the host."""
 
     schedule = "serial"
     """When the arithmetic runs: after ``step()`` (``deferred``), in ``backward``, or within ``step()`` (``serial``)."""
@@ -50,20 +48,14 @@ class UnitStepper:
         """The unit moved to or from the device: its views are other tensors now."""
 
     def layer_done(self, layer: Streamed, wait: Callable[[], None]) -> bool:
-        """A layer's gradients are on their way to the host; ``wait`` blocks until they are there.
-
-        Tells whether the layer is stepped now, in backward.
-        """
+        """A layer's gradients are on their way to the host, there when ``wait`` returns. Tells whether it is stepped now."""
         return False
 
 
 class GradientOffloader:
     """Owner of the gradient slots, of layers and experts, and of the way from a backward to ``parameter.grad`` on the host.
-
-    Args:
-        units: layouts of the units whose gradients leave through slots.
-        at_once: layouts of what a slot takes at once: such a unit, or a part of one.
-    """
+    ``units`` are layouts of those whose gradients leave through slots, ``at_once`` of what a slot takes at once: such a unit,
+    or a part of one."""
 
     def __init__(
         self,
@@ -88,7 +80,6 @@ class GradientOffloader:
         self._largest_unit = max(layout.gradient_bytes for layout in units)
         self._largest = max(layout.gradient_bytes for layout in at_once)
         self._most_parameters = max(len(layout.trainable_entries) for layout in at_once)
-        self._slot_count = GRADIENT_SLOTS if self._largest else 0
         self._passes = passes and self._largest > 0
         self.exchange = None if shared is None else Exchange(shared, streams, at_once)
         """What makes gradients the means of several ranks'."""
@@ -102,11 +93,9 @@ class GradientOffloader:
         """Complete when all gradients that were sent so far have arrived."""
         self.additions: dict[int, Ticket] = {}
         """The worker's last addition to each unit's gradients, by ``id``."""
-        self._fetched_event = self.streams.event()
         self._in_flight: list[torch.Tensor] = []
         self.gradients_complete: Callable[[], bool] = lambda: True
-        """Whether the backward in progress is the last before a step; set from Accelerate's gradient state. Norms are needed
-        only then."""
+        """Whether this backward is the last before a step (Accelerate's gradient state); norms are needed only then."""
         self.passing: HostBuffers | None = None
         """For gradients that are consumed in backward; made with the first :meth:`make_places`."""
 
@@ -132,23 +121,20 @@ class GradientOffloader:
         self.takes_gradients = True
         if not needed:
             self.slots.clear()
-        elif not self.slots:
-            new = (GradientSlot(self._largest, self._most_parameters, self.streams) for _ in range(self._slot_count))
+        elif not self.slots and self._largest:
+            new = (GradientSlot(self._largest, self._most_parameters, self.streams) for _ in range(GRADIENT_SLOTS))
             self.slots.extend(new)
 
     def begin(
         self, layer: Streamed, found: Container[int] | None = None, parts: int = 1, is_last: bool = True
     ) -> UnitGradients | None:
         """What takes the gradients that one backward ``found`` (None: all), by place among a layer's trainable parameters.
-
-        None if nothing is trained. A StateError in a model prepared for evaluation only.
-        """
+        None if nothing is trained. A StateError in a model prepared for evaluation only, an UnsupportedError for hooks."""
         # One that was frozen since the forward takes no gradient.
         every = [row for row, state in enumerate(layer.trainable) if state.parameter.requires_grad]
         rows = [row for row in every if found is None or row in found]
         if self.exchange is not None:
-            self.exchange.begin(layer.trainable)
-            self.exchange.note_found(layer.trainable[row] for row in rows)
+            self.exchange.note_found((layer.trainable[row] for row in rows), among=layer.trainable)
             rows = every  # zeros where only other ranks have something
         if rows and not self.takes_gradients:
             raise StateError(
@@ -159,11 +145,19 @@ class GradientOffloader:
             return None
         if layer.unit.gradients is None:
             self.make_places([layer.unit])  # where no forward of the whole model has
-        return UnitGradients(self, layer, rows, parts, is_last)
+        taken = UnitGradients(self, layer, rows, parts, is_last)
+        for state in taken.states:
+            if state.parameter._backward_hooks or state.parameter._post_accumulate_grad_hooks:
+                raise UnsupportedError(
+                    f"parameter {layer.name}.{state.name} has a gradient hook (register_hook, "
+                    "register_post_accumulate_grad_hook, wandb.watch), which a streamed parameter's gradient never passes; "
+                    "remove it, or hook the layer's outputs instead"
+                )
+        return taken
 
     @property
     def slot_bytes(self) -> int:
-        return self._slot_count * self._largest
+        return GRADIENT_SLOTS * self._largest
 
     @property
     def device_bytes(self) -> int:
@@ -174,10 +168,6 @@ class GradientOffloader:
         """Host memory of the buffers in which gradients wait to be added to earlier ones, made or not."""
         return _STAGING_BUFFERS * self._largest
 
-    @property
-    def passing_bytes(self) -> int:
-        return 0 if self.passing is None else self.passing.size_bytes
-
     def offload(self, layer: Streamed, found: dict[int, torch.Tensor]) -> None:
         """Sends gradients, by place among a layer's trainable parameters, to ``parameter.grad``."""
         taken = self.begin(layer, found)
@@ -187,7 +177,6 @@ class GradientOffloader:
             taken.take(layer, [found.get(row) for row in taken.rows])
             return
         # They stay where they are; their norms go to the host.
-        _refuse_hooked(layer, taken.states)
         if self.exchange is not None:
             found |= {row: torch.zeros_like(layer.trainable[row].weight) for row in taken.rows if row not in found}
         gradients = of_their_own([found[row] for row in taken.rows])
@@ -196,10 +185,9 @@ class GradientOffloader:
             if any(state.parameter.grad is not None for state in taken.states):
                 self.exchange.wait_for_means()  # they are added to what is there
         for state, gradient in zip(taken.states, gradients, strict=True):
-            self.add_in_place(state, gradient)
-            state.normed = None
+            self.sums.add(state, gradient)
         if self.gradients_complete() and self.exchange is None:
-            self._send_from_device(layer.name, taken.states, [])
+            self.send_from_device(layer.name, taken.states)
 
     def fetch(self, group: Stepped, only: torch.Tensor | None = None) -> None:
         """Copies those of a group's gradients (or one alone) that aren't on the host yet."""
@@ -210,73 +198,41 @@ class GradientOffloader:
             # WAR: a step that is still to be applied reads the gradients of the pass before.
             self.meter.wait_for_step(group.name, group.gate)
             self.make_places([group.unit])
-            copies: list[tuple[torch.Tensor, ...]] = [] if state.gradient is None else [(state.gradient, parameter.grad)]
+            copies = [] if state.gradient is None else [(state.gradient, parameter.grad)]
             residual = state.gradient_residual
             if copies and state.handle.has_fp32_sum and residual is not None and state.sum_residual is not None:
                 copies.append((residual, state.sum_residual))
             if group.unit.shared is not None:
-                copies = [tuple(group.unit.of(state.entry, tensor) for tensor in pair) for pair in copies]
-            self._send_from_device(group.name, [state], copies)
+                copies = [(group.unit.of(state.entry, to), group.unit.of(state.entry, made)) for to, made in copies]
+            self.send_from_device(group.name, [state], copies)
 
-    def send_norms(self, states: list[ParameterState]) -> None:
-        """Sends the norms of gradients that stay on the device to the host."""
-        if states:
-            self._send_from_device("norms", states, [])
-
-    def _send_from_device(self, name: str, states: list[ParameterState], copies: Sequence[tuple[torch.Tensor, ...]]) -> None:
-        """Issues these copies to the host, and those of the norms of the parameters' gradients."""
+    def send_from_device(self, name: str, states: list[ParameterState], copies: Copies = ()) -> None:
+        """Sends the norms of the parameters' gradients, which stay on the device, to the host, and makes these copies."""
+        if not states:
+            return
         norms = torch.stack(self.sums.norms(states))
-        if self._fetched_event.query():
+        if self.last_copied_event.query():
             self._in_flight = []
         ready_event = self.streams.event()
         ready_event.record(self.streams.compute_stream)
-        d2h_stream = self.streams.d2h_stream
-        with self.streams.on(d2h_stream), named_range(f"megatrain::copy_gradients ({name})"):
-            # RAW: gradients and norms must be finished.
-            d2h_stream.wait_event(ready_event)
-            for target, source in copies:
-                with self.meter.copying(Cause.D2H, target.nbytes):
-                    target.copy_(source, non_blocking=True)
-                self.meter.counters.d2h_bytes += target.nbytes
-            self.norms.fill(states, norms)
-            self._fetched_event.record(d2h_stream)
+        self.send(name, ready_event, copies, self.norms.copies(states, norms))
         # The allocator may hand out their memory again while the copies run.
         self._in_flight += [norms, *(source for _, source in copies)]
         for state in states:
             assert state.parameter.grad is not None
             state.note_norm(state.parameter.grad)
 
-    def add_in_place(self, state: ParameterState, gradient: torch.Tensor) -> None:
-        """Sets or adds to a gradient that no copy is on its way to, where the parameter lies."""
-        if state.parameter.grad is None:
-            state.handle.set_gradient(gradient)
-            return
-        self.sums.prepare()
-        running = self.sums.running(state)
-        if running is None:
-            state.parameter.grad.add_(gradient)
-        else:
-            running.add(gradient)
-            state.handle.note_fp32_sum()
-
-    def send(
-        self, slot: GradientSlot, name: str, pieces: Sequence[tuple[torch.Tensor, ...]], norms: torch.Tensor | None
-    ) -> Any:
-        """Issues the copies of a slot's gradients: ``pieces`` are views of the host's memory, and those of the slot's that go
-        there; the slot's norms go to ``norms``.
-
-        Returns an event of its own, since the slot's may be recorded again before it is waited for.
-        """
-        d2h_stream, size = self.streams.d2h_stream, sum(target.nbytes for target, _ in pieces)
+    def send(self, name: str, ready_event: Any, copies: Copies, norms: Copies) -> Any:
+        """Issues copies of gradients and norms to the host, behind ``ready_event``; returns an event of their own."""
+        d2h_stream, size = self.streams.d2h_stream, sum(target.nbytes for target, _ in copies)
         with self.streams.on(d2h_stream), named_range(f"megatrain::copy_gradients ({name})"):
-            # RAW: the copy must see the finished gradients.
-            d2h_stream.wait_event(slot.grads_ready_event)
+            # RAW: gradients and norms must be finished.
+            d2h_stream.wait_event(ready_event)
             with self.meter.copying(Cause.D2H, size):
-                for target, source in pieces:
+                for target, source in copies:
                     target.copy_(source, non_blocking=True)
-            if norms is not None:
-                norms.copy_(slot.norms[: norms.numel()], non_blocking=True)
-            slot.grads_copied_event.record(d2h_stream)
+            for target, source in norms:
+                target.copy_(source, non_blocking=True)
             self.last_copied_event = self.streams.event()
             self.last_copied_event.record(d2h_stream)
         self.meter.counters.d2h_bytes += size
@@ -292,7 +248,6 @@ class GradientOffloader:
     def wait(self) -> None:
         """Blocks until every gradient is on the host and added up; raises if adding failed."""
         self.last_copied_event.synchronize()
-        self._fetched_event.synchronize()
         self._in_flight = []
         for ticket in self.additions.values():
             ticket.wait()
@@ -305,13 +260,11 @@ class GradientOffloader:
 
 
 class UnitGradients:
-    """The gradients of one backward of a layer, or of its experts part by part, to the host.
-
-    A parameter of experts has one gradient, of which each part brings a range. Whether they are added to earlier ones is
-    decided before the first part, and ``parameter.grad`` shows them behind the last. A part's ranges lie apart on the host:
-    they are one copy a parameter; what is added to earlier gradients goes to a buffer in one. ``rows`` are those of the
-    layer's trainable parameters that get one. ``is_last``: no backward of an earlier piece of the same call follows.
-    """
+    """The gradients of one backward of a layer, or of its experts part by part, to the host. A parameter of experts has one
+    gradient, of which each part brings a range. Whether they are added to earlier ones is decided before the first part, and
+    ``parameter.grad`` shows them behind the last. A part's ranges lie apart on the host: they are one copy a parameter; what
+    is added to earlier gradients goes to a buffer in one. ``rows`` are those of the layer's trainable parameters that get one.
+    ``is_last``: no backward of an earlier piece of the same call follows."""
 
     def __init__(self, offloader: GradientOffloader, layer: Streamed, rows: list[int], parts: int, is_last: bool) -> None:
         self.rows, self._offloader, self._layer, self._is_last = rows, offloader, layer, is_last
@@ -325,10 +278,8 @@ class UnitGradients:
         self._additions: list[Addition] = []
 
     def take(self, part: Fetched, gradients: Sequence[torch.Tensor | None] | None) -> None:
-        """Sends the gradients of the layer, or of a part of its experts, one for each of the rows.
-
-        None where nothing flows, or for a part without tokens: plain PyTorch's has zeros there.
-        """
+        """Sends the gradients of the layer, or of a part of its experts, one for each of the rows. None where nothing flows,
+        or for a part without tokens: plain PyTorch's has zeros there."""
         offloader, layout = self._offloader, part.unit.layout
         self._left -= 1
         if gradients is None and not self._is_fresh:
@@ -353,34 +304,27 @@ class UnitGradients:
                 self._norms = norms if self._norms is None else torch.hypot(self._norms, norms)
                 slot.norms[: len(views)].copy_(self._norms)
             slot.grads_ready_event.record(offloader.streams.compute_stream)
-        if offloader.exchange is not None:
-            self._exchange(offloader.exchange, slot, part)
+        if (exchange := offloader.exchange) is not None:
+            # This rank's share becomes the mean of all ranks'; of that the norms are taken.
+            d2h_stream, unit = offloader.streams.d2h_stream, self._layer.unit
+            with offloader.streams.on(d2h_stream), named_range(f"megatrain::exchange_gradients ({part.name})"):
+                # RAW: the other ranks must see finished gradients.
+                d2h_stream.wait_event(slot.grads_ready_event)
+                exchange.mean_of_share(slot.buffer, unit.layout, part.name)
+                if self._is_fresh:
+                    entries = zip(unit.layout.trainable_entries, slot.views(unit.layout), strict=True)
+                    norms = torch.stack(gradient_norms([unit.of(entry, view) for entry, view in entries]))
+                    slot.norms[: len(norms)].copy_(norms)
         self._show(self._copy_to_place(part, slot) if self._is_fresh else self._add_on_host(part, slot))
 
-    def _exchange(self, exchange: Exchange, slot: GradientSlot, part: Fetched) -> None:
-        """This rank's share of what the slot holds becomes the mean of all ranks'; of that the norms are taken."""
-        offloader, unit = self._offloader, self._layer.unit
-        d2h_stream = offloader.streams.d2h_stream
-        with offloader.streams.on(d2h_stream), named_range(f"megatrain::exchange_gradients ({part.name})"):
-            # RAW: the other ranks must see finished gradients.
-            d2h_stream.wait_event(slot.grads_ready_event)
-            exchange.mean_of_share(slot.buffer, unit.layout, part.name)
-            if self._is_fresh:
-                views = zip(unit.layout.trainable_entries, slot.views(unit.layout), strict=True)
-                norms = torch.stack(gradient_norms([unit.of(entry, view) for entry, view in views]))
-                slot.norms[: len(norms)].copy_(norms)
-
     def _show(self, wait: Callable[[], None]) -> None:
-        """Behind the last part ``parameter.grad`` is the host's view; steps in backward may begin.
-
-        ``wait`` blocks until all has arrived. A StateError if gradients pass and nobody takes them.
-        """
+        """Behind the last part ``parameter.grad`` is the host's view; steps in backward may begin. ``wait`` blocks until all
+        has arrived. A StateError if gradients pass and nobody takes them."""
         if self._left:
             return
         offloader = self._offloader
         # Fresh ones bring their norms; those of sums come with the last before a step.
         has_norms = self._is_fresh or (self._is_last and offloader.gradients_complete())
-        _refuse_hooked(self._layer, self.states)
         for state in self.states:
             gradient = state.parameter.grad
             if gradient is None:
@@ -399,7 +343,7 @@ class UnitGradients:
             if offloader.passes and not any(stepped):
                 raise not_stepped(self._layer)
 
-    def _copy_to_place(self, part: Fetched, slot: GradientSlot) -> Callable[[], None]:
+    def _copy_to_place(self, part: Fetched, slot: GradientSlot) -> Any:
         """Sends what the slot holds to its place; returns what blocks until it is there."""
         offloader, unit = self._offloader, self._layer.unit
         if self._target is None:
@@ -412,9 +356,10 @@ class UnitGradients:
             assert unit.gradients is not None
             self._target = unit.gradients
         pieces = part.unit.pieces(slot.buffer, self._target)
-        norms = None if self._left else offloader.norms.of_unit(unit)
-        wait: Callable[[], None] = offloader.send(slot, part.name, pieces, norms).synchronize
-        return wait
+        norms = offloader.norms.of_unit(unit)
+        of_norms = [] if self._left else [(norms, slot.norms[: norms.numel()])]
+        slot.grads_copied_event = offloader.send(part.name, slot.grads_ready_event, pieces, of_norms)
+        return slot.grads_copied_event.synchronize
 
     def _add_on_host(self, part: Fetched, slot: GradientSlot | None) -> Callable[[], None]:
         """Adds what the slot holds, or zeros without one; returns what blocks until that is done."""
@@ -427,7 +372,8 @@ class UnitGradients:
             assert buffers is not None
             staging = buffers.take(reader)
             place = slice(0, size) if unit.shared is None else unit.shared.share.bytes
-            copied_event = offloader.send(slot, part.name, [(staging[place], slot.buffer[place])], None)
+            copies = [(staging[place], slot.buffer[place])]
+            slot.grads_copied_event = copied_event = offloader.send(part.name, slot.grads_ready_event, copies, ())
             views = part.unit.layout.views(staging, trainable_only=True)
             if unit.shared is not None:
                 entries = unit.layout.trainable_entries
@@ -452,13 +398,3 @@ class UnitGradients:
         reader.close_until(ticket)
         offloader.additions[id(unit)] = ticket
         return ticket.wait
-
-
-def _refuse_hooked(layer: Streamed, states: Sequence[ParameterState]) -> None:
-    for state in states:
-        if state.parameter._backward_hooks or state.parameter._post_accumulate_grad_hooks:
-            raise UnsupportedError(
-                f"parameter {layer.name}.{state.name} has a gradient hook (register_hook, register_post_accumulate_grad_hook, "
-                "wandb.watch), which a streamed parameter's gradient never passes; remove it, or hook the layer's outputs "
-                "instead"
-            )

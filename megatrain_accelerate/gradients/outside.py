@@ -1,11 +1,9 @@
-"""Gradients that autograd itself accumulates in a layer's parameter, before it does.
-
-Those of a streamed weight come from outside its layer: a penalty on the weights, a regularisation of adapters. The weight
-lies on the host, so that autograd accumulates them on the thread that called backward, while the GPU's thread runs the
-layers and issues the copies of their own gradients into the same memory. They are set aside until backward is over and all
-copies have landed, and are added then. A weight that lives on the device is itself what computes where nothing streams: its
-gradients stay where they are, and several of them are summed in fp32 (:mod:`.fp32_sums`).
-"""
+"""Gradients that autograd itself accumulates in a layer's parameter, before it does. Those of a streamed weight come from
+outside its layer: a penalty on the weights, a regularisation of adapters. The weight lies on the host, so that autograd
+accumulates them on the thread that called backward, while the GPU's thread runs the layers and issues the copies of their own
+gradients into the same memory. They are set aside until backward is over and all copies have landed, and are added then. A
+weight that lives on the device is itself what computes where nothing streams: its gradients stay where they are, and several
+of them are summed in fp32 (:mod:`.fp32_sums`)."""
 
 from __future__ import annotations
 
@@ -46,13 +44,11 @@ class OutsideGradients:
     def _watch(self, unit: HostUnit) -> None:
         for _, handle in self._watched.get(id(unit), ()):
             handle.remove()
-        states = [state for state in unit.states if state.entry.spec.trainable]
+        aside = functools.partial(weakly(self._take), weakref.ref(unit))
         # On the device autograd's thread is the one that runs the layers.
-        take: Callable[..., Any] = functools.partial(weakly(self._take), weakref.ref(unit))
-        if unit.is_on_device:
-            take = weakly(self._offloader.sums.before_accumulation)
+        take: Callable[..., Any] = weakly(self._offloader.sums.before_accumulation) if unit.is_on_device else aside
         watched = self._watched[id(unit)] = []
-        for state in states:
+        for state in (state for state in unit.states if state.entry.spec.trainable):
             # Autograd's node that adds to ``parameter.grad``: there is one at a time, for as long as anybody holds it.
             is_trained = state.parameter.requires_grad
             with torch.inference_mode(False):
@@ -106,7 +102,5 @@ class OutsideGradients:
 
     def _settle(self, backward: int) -> None:
         self._offloader.wait()
-        with torch.no_grad():
-            for state, gradient in self._aside.pop(backward).values():
-                self._offloader.add_in_place(state, gradient)
-                state.normed = None
+        for state, gradient in self._aside.pop(backward).values():
+            self._offloader.sums.add(state, gradient)

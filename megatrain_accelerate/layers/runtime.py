@@ -99,7 +99,7 @@ class StreamingRuntime:
         self.norms = NormTable(self.units, register)
         self.steppers: list[UnitStepper] = []
         """The optimizers that step the parameters."""
-        self.sums = Fp32Sums(self.parts, config, streams.device, kernels)
+        self.sums = Fp32Sums(self.parts, config, streams.device, kernels, 1 if shared is None else shared.ranks.size)
         self.prefetcher = Prefetcher(self.layers, config.placement.slots, streams, meter)
         whole = [part.unit.layout for part in (*self.layers, *self.experts)]
         at_once = [layer.unit.layout for layer in self.layers]
@@ -150,8 +150,6 @@ class StreamingRuntime:
         hook = weakly(self.resident_gradient_ready)
         residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
         self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
-        self.sums.holds_fresh = shared is not None
-        self.sums.ranks = 1 if shared is None else shared.ranks.size
         self._handles += self.sums.watch(residents)
         self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader)
         self.steps_taken = 0
@@ -339,7 +337,6 @@ class StreamingRuntime:
             return  # the ranks' gradients are exchanged at the end, in one order on all of them
         state = self._states[id(parameter)]
         self.sums.take_up(state)
-        state.normed = None
         if self.offloader.gradients_complete():
             self.offloader.fetch(self._group_of[id(parameter)], only=parameter)
 
@@ -389,7 +386,6 @@ class StreamingRuntime:
             exchange.wait_for_means()
             for state in states:
                 self.sums.take_up(state)
-                state.normed = None
         if self.offloader.gradients_complete():
             for state in trained:
                 if state.row not in found_by_any:
@@ -500,7 +496,7 @@ class StreamingRuntime:
         gradients, or the ranks exchanged them."""
         if self._nothing_streams or self.ranks is not None:
             states = [state for layer in self.layers if layer.unit.is_on_device for state in layer.trainable]
-            self.offloader.send_norms([s for s in states if s.parameter.grad is not None and not s.has_norm])
+            self.offloader.send_from_device("norms", [s for s in states if s.parameter.grad is not None and not s.has_norm])
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Lets the next step scale the gradients so that their global norm is at most ``max_norm``.

@@ -1,13 +1,12 @@
-"""Logits that are made only if somebody reads them, and the head that returns them.
-
-:class:`LazyLogits` is what the head returns in training: a tensor with shape, dtype, device and a place in the autograd
-graph, but no memory. Views that keep the vocabulary axis whole and element-wise operations with numbers are recorded on it;
-``cross_entropy`` of it runs by tiles; anything else makes the values, by the operations that plain PyTorch would have run.
-Recording happens below autograd, so that every gradient that reaches it, by whatever way, finds PyTorch's own nodes.
-"""
+"""Logits that are made only if somebody reads them, and the head that returns them. :class:`LazyLogits` is what the head
+returns in training: a tensor with shape, dtype, device and a place in the autograd graph, but no memory. Views that keep the
+vocabulary axis whole and element-wise operations with numbers are recorded on it; ``cross_entropy`` of it runs by tiles;
+anything else makes the values, by the operations that plain PyTorch would have run. Recording happens below autograd, so that
+every gradient that reaches it, by whatever way, finds PyTorch's own nodes."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.layers.proxy import install_proxy, remove_proxy
-from megatrain_accelerate.loss.products import prepare_products
+from megatrain_accelerate.loss.products import product_form
 from megatrain_accelerate.loss.tiled_cross_entropy import Operation, TiledCrossEntropy, strip_tokens
 
 _aten = torch.ops.aten
@@ -29,12 +28,10 @@ _ELEMENTWISE = {_aten._to_copy.default, _aten.mul.Tensor, _aten.div.Tensor, _ate
 
 _RESHAPES = {_aten.view.default, _aten._unsafe_view.default}
 
-_SAME_ROWS = {_aten.clone.default, _aten.alias.default, _aten.detach.default}
-
 _VIEWS = {_aten.view.default, _aten.slice.Tensor, _aten.alias.default}
 """Recorded operations whose result shares memory with what they were called on."""
 
-_RECORDED = _ELEMENTWISE | _RESHAPES | _SAME_ROWS | {_aten.slice.Tensor}
+_RECORDED = _ELEMENTWISE | _RESHAPES | {_aten.slice.Tensor, _aten.clone.default, _aten.alias.default, _aten.detach.default}
 
 _OBSERVERS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 """Whoever calls these wants to see the gradient of the logits, which tiles don't make as a whole."""
@@ -63,15 +60,13 @@ class HeadCall:
     weight: torch.Tensor
     bias: torch.Tensor | None
     weights_version: Callable[[], Any]
+    version_at_call: Any
     is_observed: bool = False
     """Whether somebody waits for the gradient of the logits."""
 
-    def __post_init__(self) -> None:
-        self._version_at_call = self.weights_version()
-
     def logits(self) -> torch.Tensor:
         """All logits, (..., V), without a graph. A StateError if the head's weights were changed since the call."""
-        if self.weights_version() != self._version_at_call:
+        if self.weights_version() != self.version_at_call:
             raise StateError(
                 "logits were read after the head's weights had changed (by optimizer.step() or a write). They are made when "
                 "they are first read: read them before the step, or set megatrain_config.tiled_loss to false"
@@ -105,23 +100,8 @@ class LazyLogits(torch.Tensor):
         made._call, made._parent, made._operation, made._cell = call, parent, operation, [None]
         return made
 
-    @property
-    def is_made(self) -> bool:
-        """Whether the values were made."""
-        return self._cell[0] is not None
-
-    def _lineage(self) -> list[LazyLogits]:
-        """The head's output and all that was recorded on it up to this one, in order."""
-        nodes = [self]
-        while (parent := nodes[-1]._parent) is not None:
-            nodes.append(parent)
-        return nodes[::-1]
-
     def _materialised(self) -> torch.Tensor:
-        """The values, without a graph; made once, so that in-place writes are seen by all who share them.
-
-        A StateError if they can't be made any more.
-        """
+        """The values, without a graph, made once: all see in-place writes. A StateError if they can't be made any more."""
         value = self._cell[0] = self._computed()
         return value
 
@@ -155,10 +135,8 @@ class LazyLogits(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # the base's is a marker for "none"
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    @classmethod  # the base's is a marker for "none"
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if (recorded := _record(func, args, kwargs)) is not None:
             return recorded
@@ -215,11 +193,9 @@ def lazy_linear(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weights_version: Callable[[], Any]
 ) -> LazyLogits:
     """``torch.nn.functional.linear`` of (..., D), (V, D), and (V,) or None, in the dtype in which the head computes, later.
-
-    ``weights_version`` changes whenever the weights do; logits that are read after that can't be made.
-    """
-    logits = _LazyLinear.apply(hidden, weight, bias, HeadCall(hidden, weight, bias, weights_version))
-    assert isinstance(logits, LazyLogits)
+    ``weights_version`` changes whenever the weights do; logits that are read after that can't be made."""
+    call = HeadCall(hidden, weight, bias, weights_version, weights_version())
+    logits: LazyLogits = _LazyLinear.apply(hidden, weight, bias, call)
     return logits
 
 
@@ -252,18 +228,6 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLog
     return LazyLogits._make(logits._call, result, logits, Operation(func, args[1:], kwargs))
 
 
-def _rows(hidden: torch.Tensor, node: LazyLogits) -> torch.Tensor:
-    """The hidden states after the operation that made ``node``, as far as it moved tokens."""
-    operation = node._operation
-    assert operation is not None
-    if operation.function in _RESHAPES:
-        return hidden.reshape(*node.shape[:-1], hidden.shape[-1])
-    if operation.function is not _aten.slice.Tensor:
-        return hidden
-    dim = operation.args[0] if operation.args else 0
-    return hidden if dim % hidden.dim() == hidden.dim() - 1 else operation(hidden)
-
-
 def _tiled(
     input: torch.Tensor,
     target: torch.Tensor,
@@ -281,7 +245,9 @@ def _tiled(
         return None
     if weight is not None or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
         return None
-    nodes, call = input._lineage(), input._call
+    nodes, call = [input], input._call
+    while (parent := nodes[0]._parent) is not None:
+        nodes.insert(0, parent)
     if call.is_observed or any(node._version for node in nodes):
         return None
     hidden, head_weight, bias = call.hidden, call.weight, call.bias
@@ -290,44 +256,44 @@ def _tiled(
     elif any(node.is_leaf or not node.requires_grad for node in nodes):
         # Somebody cut the graph and began a new one in between.
         return None
-    for node in nodes[1:]:
-        hidden = _rows(hidden, node)
-    chain = tuple(
-        node._operation for node in nodes if node._operation is not None and node._operation.function in _ELEMENTWISE
-    )
+    chain = []
+    for node in nodes:
+        if (operation := node._operation) is None:
+            continue
+        # What moved tokens moves the hidden states.
+        if operation.function in _RESHAPES:
+            hidden = hidden.reshape(*node.shape[:-1], hidden.shape[-1])
+        elif operation.function in _ELEMENTWISE:
+            chain.append(operation)
+        elif operation.function is _aten.slice.Tensor:
+            dim = operation.args[0] if operation.args else 0
+            hidden = hidden if dim % hidden.dim() == hidden.dim() - 1 else operation(hidden)
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
     return TiledCrossEntropy.apply(hidden, head_weight, bias, target, chain, options)
 
 
-def find_head(model: nn.Module, layers: Iterable[nn.Module]) -> nn.Linear | None:
-    """The module that makes the logits, if it is a plain ``nn.Linear`` outside the layers; else None.
-
-    A head of another class (an adapter's, a quantised one), or with a forward that somebody replaced, is left alone.
-    """
-    getter = getattr(model, "get_output_embeddings", None)
-    try:
-        head = getter() if callable(getter) else None
-    except (AttributeError, NotImplementedError):
-        return None
+def find_head(model: Any, layers: Iterable[nn.Module]) -> nn.Linear | None:
+    """The module that makes the logits, if it is a plain ``nn.Linear`` outside the layers; else None. A head of another class
+    (an adapter's, a quantised one), or with a forward that somebody replaced, is left alone."""
+    head = None
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        head = model.get_output_embeddings()
     if type(head) is not nn.Linear or "forward" in head.__dict__:
         return None
-    inside = {id(module) for layer in layers for module in layer.modules()}
-    is_outside = any(module is head and id(module) not in inside for module in model.modules())
-    return head if is_outside else None
+    outside = set(model.modules()).difference(*(layer.modules() for layer in layers))
+    return head if head in outside else None
 
 
 class TiledHead:
-    """Makes a head return lazy logits in training, until :meth:`remove`.
-
-    The head changes class as streamed layers do, so copies and pickles of the model hold the plain one. ``weights_version``
-    changes whenever its weights do; ``before_copy`` is called before the head is copied or pickled.
-    """
+    """Makes a head return lazy logits in training, until :meth:`remove`. The head changes class as streamed layers do, so
+    copies and pickles of the model hold the plain one. ``weights_version`` changes whenever its weights do; ``before_copy`` is
+    called before the head is copied or pickled."""
 
     def __init__(self, head: nn.Linear, weights_version: Callable[[], Any], before_copy: Callable[[], None]) -> None:
         self._head = head
         self._weights_version = weights_version
-        for dtype in {head.weight.dtype, torch.bfloat16}:
-            prepare_products(head.weight.device, dtype)
+        for dtype in {head.weight.dtype, torch.bfloat16} - {torch.float32}:
+            product_form(head.weight.device.type, dtype)  # so that no step has to wait for the device
         self._forward = install_proxy(head, self._run, before_copy)
 
     def remove(self) -> None:
@@ -337,12 +303,10 @@ class TiledHead:
     def _run(self, head: nn.Linear, /, *args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs or len(args) != 1 or not self._is_worth_waiting(args[0]):
             return self._forward(*args, **kwargs)
-        hidden: torch.Tensor = args[0]
-        weight: torch.Tensor = head.weight
-        bias: torch.Tensor | None = head.bias
+        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = (args[0], head.weight, head.bias)
+        hidden, weight, bias = operands
         kind = hidden.device.type
-        if torch.is_autocast_enabled(kind):
-            # As autocast would do it for `linear`.
+        if torch.is_autocast_enabled(kind):  # as autocast would do it for `linear`
             dtype = torch.get_autocast_dtype(kind)
             hidden, weight, bias = hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
         if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):

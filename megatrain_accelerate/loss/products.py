@@ -16,37 +16,21 @@ PART_BYTES = 64 * MIB
 """Bytes of a converted operand, where a product has to be taken in parts."""
 
 
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """That in which sums of products of ``dtype`` are kept."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
 @functools.cache
 def product_form(device_type: str, dtype: torch.dtype) -> str:
-    """How this torch adds a half-precision product to an fp32 matrix on the device.
-
-    ``addmm``: in one kernel; ``mm``: fp32 product, then a sum; ``rounded``: the product is rounded first; ``converted``: the
-    operands are converted. Tried out with small matrices, since versions differ in which overload takes what.
-    """
+    """How this torch adds a half-precision product to an fp32 matrix on the device. ``addmm``: in one kernel; ``mm``: fp32
+    product, then a sum; ``rounded``: the product is rounded first; ``converted``: the operands are converted. Tried out with
+    small matrices, since versions differ in which overload takes what; waits for the device the first time."""
     if device_type != "cuda":
         return "converted"
     ones = torch.ones(16, 16, dtype=dtype, device=device_type)
     total = torch.ones(16, 16, device=device_type)
-    try:
+    with contextlib.suppress(RuntimeError, TypeError):
         torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
         return "addmm" if bool((total == 17).all()) else "rounded"
-    except (RuntimeError, TypeError):
-        pass
-    try:
+    with contextlib.suppress(RuntimeError, TypeError):
         return "mm" if torch.mm(ones, ones, out_dtype=torch.float32).dtype == torch.float32 else "rounded"
-    except (RuntimeError, TypeError):
-        return "rounded"
-
-
-def prepare_products(device: torch.device, dtype: torch.dtype) -> None:
-    """Finds out, once, what this torch offers; waits for the device, so that no step has to."""
-    if accumulator_dtype(dtype) != dtype:
-        product_form(device.type, dtype)
+    return "rounded"
 
 
 _stands_for_gpu = False
@@ -71,11 +55,8 @@ def runs_on_gpu(tensor: torch.Tensor) -> bool:
 def _form(total: torch.Tensor, dtype: torch.dtype) -> str:
     if total.dtype == dtype:
         return "same"
-    if _stands_for_gpu and isinstance(total, FakeTensor):
-        return "rounded"
-    form = product_form(total.device.type, dtype)
     # Not every torch knows the shapes of `out_dtype` without data; a part's temporary is small in the prediction.
-    return "rounded" if isinstance(total, FakeTensor) and form in ("addmm", "mm") else form
+    return "rounded" if isinstance(total, FakeTensor) and runs_on_gpu(total) else product_form(total.device.type, dtype)
 
 
 def parts(total: torch.Tensor, dtype: torch.dtype, rows: int, width: int) -> Iterator[slice]:
@@ -87,11 +68,9 @@ def parts(total: torch.Tensor, dtype: torch.dtype, rows: int, width: int) -> Ite
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """``total += left @ right``, in place, summed in the dtype of ``total``.
-
-    On CUDA since torch 2.8 the product of half-precision operands comes in fp32 from the tensor cores. Before that it is
-    rounded once for each call there; on the CPU the operands are converted. ``total`` is fp32 or of their dtype.
-    """
+    """``total += left @ right``, in place, summed in the dtype of ``total``. On CUDA since torch 2.8 the product of
+    half-precision operands comes in fp32 from the tensor cores. Before that it is rounded once for each call there; on the CPU
+    the operands are converted. ``total`` is fp32 or of their dtype."""
     form = _form(total, left.dtype)
     if form == "same":
         total.addmm_(left, right)

@@ -1,15 +1,14 @@
-"""Cross entropy of a linear head, by tiles of tokens, forward and gradient at once.
-
-Of the logits one tile exists at a time, and becomes its own gradient in place; the gradients of hidden states, weight and
-bias are summed as tiles go by, and backward only scales them. Fusing loss and head in this way is known from Liger Kernel
-(arXiv 2410.10989) and Cut Cross-Entropy (arXiv 2411.09009); here the element-wise part is the user's own chain of torch
-operations, differentiated by autograd on each strip.
+"""Cross entropy of a linear head, by tiles of tokens, forward and gradient at once. Of the logits one tile exists at a time,
+and becomes its own gradient in place; the gradients of hidden states, weight and bias are summed as tiles go by, and backward
+only scales them. Fusing loss and head in this way is known from Liger Kernel (arXiv 2410.10989) and Cut Cross-Entropy (arXiv
+2411.09009); here the element-wise part is the user's own chain of torch operations, differentiated by autograd on each strip.
 
 Shapes: N tokens, V vocabulary, D hidden, n tokens of a tile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn import functional
 from torch.profiler import record_function
 
 from megatrain_accelerate.layers import token_tiles
-from megatrain_accelerate.loss.products import accumulator_dtype, add_product, parts
+from megatrain_accelerate.loss.products import add_product, parts
 from megatrain_accelerate.units import MIB
 
 TILE_BYTES = 512 * MIB
@@ -56,12 +55,10 @@ def strip_tokens(vocabulary: int) -> int:
 
 
 class TiledCrossEntropy(torch.autograd.Function):
-    """``cross_entropy(chain(linear(hidden, weight, bias)), target)`` as one node.
-
-    ``hidden`` is (N, D), ``weight`` (V, D) and ``bias`` (V,) or None, in the head's dtype; ``target`` (N,) token ids;
-    ``chain`` the element-wise operations between head and loss, in order; ``options`` has ``ignore_index``, ``reduction`` and
-    ``label_smoothing``. The loss has no dimensions, and the dtype that the untiled one has.
-    """
+    """``cross_entropy(chain(linear(hidden, weight, bias)), target)`` as one node. ``hidden`` is (N, D), ``weight`` (V, D) and
+    ``bias`` (V,) or None, in the head's dtype; ``target`` (N,) token ids; ``chain`` the element-wise operations between head
+    and loss, in order; ``options`` has ``ignore_index``, ``reduction`` and ``label_smoothing``. The loss has no dimensions,
+    and the dtype that the untiled one has."""
 
     @staticmethod
     def forward(
@@ -70,11 +67,11 @@ class TiledCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         target: torch.Tensor,
-        chain: tuple[Operation, ...],
+        chain: Sequence[Operation],
         options: dict[str, Any],
     ) -> torch.Tensor:
         ctx.dtype = hidden.dtype
-        sum_dtype = accumulator_dtype(hidden.dtype)
+        sum_dtype = torch.float32 if hidden.dtype in (torch.bfloat16, torch.float16) else hidden.dtype
         hidden_wanted, weight_wanted, bias_wanted = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=sum_dtype) if hidden_wanted else None
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if weight_wanted else None
@@ -87,17 +84,23 @@ class TiledCrossEntropy(torch.autograd.Function):
         loss_dtype = sum_dtype
         for begin in token_tiles.tiles(range(0, count, step)):
             tile = slice(begin, min(begin + step, count))
-            logits = buffer[: tile.stop - begin]
+            logits, tokens = buffer[: tile.stop - begin], hidden[tile]
             with record_function("megatrain::loss_tile"):
                 with torch.autocast(hidden.device.type, enabled=False):
                     if bias is None:
-                        torch.mm(hidden[tile], weight.t(), out=logits)
+                        torch.mm(tokens, weight.t(), out=logits)
                     else:
-                        torch.addmm(bias, hidden[tile], weight.t(), out=logits)
+                        torch.addmm(bias, tokens, weight.t(), out=logits)
                 loss_dtype = loss_to_gradient(logits, target[tile], total, chain, options, wanted)
                 with torch.autocast(hidden.device.type, enabled=False):
-                    tile_grad_hidden = grad_hidden[tile] if grad_hidden is not None else None
-                    _add_gradients(logits, hidden[tile], weight, tile_grad_hidden, grad_weight, grad_bias)
+                    sums = grad_weight if grad_hidden is None else grad_hidden
+                    for part in () if sums is None else parts(sums, logits.dtype, vocabulary, max(tokens.shape)):
+                        if grad_hidden is not None:
+                            add_product(grad_hidden[tile], logits[:, part], weight[part])
+                        if grad_weight is not None:
+                            add_product(grad_weight[part], logits[:, part].t(), tokens)
+                    if grad_bias is not None:
+                        grad_bias += logits.sum(0, dtype=grad_bias.dtype)
         divisor = None
         if options["reduction"] == "mean":
             # The sums are divided in backward: before that, the gradient of a logit is p - 1 or p, where rounding to bf16 is
@@ -124,7 +127,7 @@ def loss_to_gradient(
     logits: torch.Tensor,
     target: torch.Tensor,
     total: torch.Tensor,
-    chain: tuple[Operation, ...],
+    chain: Sequence[Operation],
     options: dict[str, Any],
     wanted: bool,
 ) -> torch.dtype:
@@ -146,23 +149,3 @@ def loss_to_gradient(
             (gradient,) = torch.autograd.grad(loss, leaf)
             logits[strip] = gradient
     return dtype
-
-
-def _add_gradients(
-    gradient: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    grad_hidden: torch.Tensor | None,
-    grad_weight: torch.Tensor | None,
-    grad_bias: torch.Tensor | None,
-) -> None:
-    """Adds a tile's part to the sums: ``gradient`` is (n, V), ``hidden`` and ``grad_hidden`` (n, D)."""
-    total = grad_hidden if grad_hidden is not None else grad_weight
-    if total is not None:
-        for part in parts(total, gradient.dtype, len(weight), max(hidden.shape)):
-            if grad_hidden is not None:
-                add_product(grad_hidden, gradient[:, part], weight[part])
-            if grad_weight is not None:
-                add_product(grad_weight[part], gradient[:, part].t(), hidden)
-    if grad_bias is not None:
-        grad_bias += gradient.sum(0, dtype=grad_bias.dtype)

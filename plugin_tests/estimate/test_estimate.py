@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_runs import attach
 from flat_settings import nested
+from machine_options import machine_options, machine_with
 from meta_models import SHAPE, meta_experts, meta_model
 from plain_torch import tiny_model
 from torch.autograd.graph import saved_tensors_hooks
@@ -23,7 +24,6 @@ from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.estimate.layer_costs import ATTENTION, FUSED, PRODUCTS, SINGLE, between, with_times
 from megatrain_accelerate.estimate.machine_description import (
     KNOWN_GPUS,
-    MachineOptions,
     describe_machine,
     host_step_parameters,
 )
@@ -43,7 +43,7 @@ STREAMED = {"kept_layers": 0, "offloaded_layers": 0, "device_layers": 0}
 
 
 def forecaster(gpu_bytes: int = GIB, **settings: object) -> Forecaster:
-    return Forecaster(meta_model(), MegatrainConfig.from_mapping(nested(settings)), MACHINE, gpu_bytes, 4 * GIB)
+    return Forecaster(meta_model(), MegatrainConfig.from_mapping(nested(settings)), machine_with(MACHINE, gpu_bytes))
 
 
 # ---------------------------------------------------------------- the engine without memory
@@ -53,7 +53,7 @@ def forecaster(gpu_bytes: int = GIB, **settings: object) -> Forecaster:
 def test_the_engine_without_memory_has_the_sizes_of_the_real_one(micro_batches: int) -> None:
     real = attach(tiny_model(**SHAPE).train())
     real.device_plan.micro_batches = micro_batches
-    meta = ForecastPlan(MetaEngine(meta_model(), MegatrainConfig()), MegatrainConfig(), MACHINE, GIB, GIB, micro_batches)
+    meta = ForecastPlan(MetaEngine(meta_model(), MegatrainConfig()), MegatrainConfig(), machine_with(MACHINE), micro_batches)
     assert meta.model_sizes() == real.device_plan.model_sizes()
     outline = StepOutline((), 0, OpCosts(), {}, samples=2)
     assert meta._fixed_bytes_by_kind(outline) == real.device_plan._fixed_bytes_by_kind(outline)
@@ -66,7 +66,7 @@ def test_the_store_is_what_the_engine_allocates(moments_dtype: str) -> None:
         unit.allocate_gradients()
         unit.allocate_moments()
     config = MegatrainConfig(moments_dtype=moments_dtype)
-    plan = ForecastPlan(MetaEngine(meta_model(), config), config, MACHINE, GIB, GIB)
+    plan = ForecastPlan(MetaEngine(meta_model(), config), config, machine_with(MACHINE))
     assert plan.store_bytes == sum(real.host_bytes_by_kind().values())
 
 
@@ -81,7 +81,7 @@ def test_the_leanest_step_is_the_one_that_the_engine_predicts() -> None:
 
 def test_no_parameter_has_memory_however_large_the_model() -> None:
     model = meta_model(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80)
-    found = Forecaster(model, MegatrainConfig(), MACHINE, 80 * GIB, 2000 * GIB)
+    found = Forecaster(model, MegatrainConfig(), machine_with(MACHINE, 80 * GIB, 2000 * GIB))
     assert found.parameters > 5e10
     assert 13.9 * found.parameters < found.plan.store_bytes < 14.1 * found.parameters
     assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
@@ -128,7 +128,7 @@ def test_norms_by_tiles_outside_the_layers_are_interpolated_between_some_that_ru
     monkeypatch.setattr(forecast_module, "RUN_TOKENS", 1024)
     monkeypatch.setattr("megatrain_accelerate.loss.tiled_cross_entropy.TILE_BYTES", MIB)
     monkeypatch.setattr("megatrain_accelerate.loss.tiled_cross_entropy.STRIP_BYTES", MIB)
-    found = Forecaster(meta_model(hidden_size=1024), MegatrainConfig(token_tile=512), MACHINE, GIB, 4 * GIB)
+    found = Forecaster(meta_model(hidden_size=1024), MegatrainConfig(token_tile=512), machine_with(MACHINE))
     found.engine.runtime.token_tile = 512
     guessed = found._outline(48, 256)
     with standing_for_a_gpu():
@@ -169,7 +169,7 @@ def test_a_batch_that_is_one_piece_is_not_interpolated_from_one_that_is_cut(monk
 def test_a_step_in_backward_hides_under_more_than_one_after_it(settings: dict[str, str]) -> None:
     slow_host = dataclasses.replace(MACHINE, host_step_parameters=2e7)
     seconds = [
-        Forecaster(meta_model(), MegatrainConfig.from_mapping(nested({**STREAMED, **some})), slow_host, GIB, 4 * GIB)
+        Forecaster(meta_model(), MegatrainConfig.from_mapping(nested({**STREAMED, **some})), machine_with(slow_host))
         .forecast(8, 256)
         .seconds
         for some in ({}, settings)
@@ -194,9 +194,7 @@ def test_sequences_of_a_batch_run_by_tiles_together(monkeypatch: pytest.MonkeyPa
 
 def test_accumulation_does_several_batches_before_a_step() -> None:
     settings = MegatrainConfig()
-    once, four = (
-        Forecaster(meta_model(), settings, MACHINE, GIB, 4 * GIB, micro_batches=count).forecast(2, 64) for count in (1, 4)
-    )
+    once, four = (Forecaster(meta_model(), settings, machine_with(MACHINE), count).forecast(2, 64) for count in (1, 4))
     assert four.tokens == 4 * once.tokens
     assert once.seconds < four.seconds < 4 * once.seconds + 1e-9
     assert four.host_bytes > once.host_bytes
@@ -204,7 +202,7 @@ def test_accumulation_does_several_batches_before_a_step() -> None:
 
 def of_experts(records_routing: bool, **settings: object) -> Forecaster:
     settings_of = MegatrainConfig.from_mapping(nested(settings))
-    return Forecaster(meta_experts(records_routing), settings_of, MACHINE, GIB, 4 * GIB)
+    return Forecaster(meta_experts(records_routing), settings_of, machine_with(MACHINE))
 
 
 def layer_of_experts(batch: int, records_routing: bool = True, **settings: object) -> LayerProfile:
@@ -318,7 +316,7 @@ def test_costs_grow_with_the_batch_and_attention_with_the_square_of_the_length()
 
 def test_a_known_gpu_is_found_however_it_is_written() -> None:
     def found(name: str) -> str:
-        return describe_machine(MachineOptions(gpu=name), MegatrainConfig()).gpu
+        return describe_machine(machine_options(gpu=name), MegatrainConfig()).gpu
 
     for name in ("H200", "h200", "NVIDIA H200"):
         assert found(name) == "H200"
@@ -331,7 +329,7 @@ def test_a_known_gpu_is_found_however_it_is_written() -> None:
 
 def test_every_known_gpu_is_a_machine_that_is_slower_than_its_data_sheet() -> None:
     for gpu in KNOWN_GPUS:
-        found = describe_machine(MachineOptions(gpu=gpu.name), MegatrainConfig())
+        found = describe_machine(machine_options(gpu=gpu.name), MegatrainConfig())
         assert 0.5 * gpu.dense_flops < found.machine.device_flops < gpu.dense_flops
         assert found.machine.h2d_bytes < gpu.link_bytes
         memory_gib = gpu.memory_gib / (4 if gpu.shares_memory else 1)
@@ -340,10 +338,10 @@ def test_every_known_gpu_is_a_machine_that_is_slower_than_its_data_sheet() -> No
 
 
 def test_what_the_options_say_overrides_the_table() -> None:
-    options = MachineOptions(
+    options = machine_options(
         gpu="H200", gpu_memory_bytes=40 * GIB, host_memory_bytes=7 * GIB, link_bytes=1e9, dense_flops=2e12, device_bytes=3e9
     )
-    options = dataclasses.replace(options, host_step_parameters=4e6)
+    options = machine_options(options, host_step_parameters=4e6)
     found = describe_machine(options, MegatrainConfig())
     share = machine_description.STEP_SHARE_BESIDE_COPIES
     assert found.machine == Machine(1e9, 1e9, 4e6, 3e9, 2e12, 0.010, step_share_beside_copies=share)
@@ -354,18 +352,18 @@ def test_what_the_options_say_overrides_the_table() -> None:
 
 
 def test_gpu_and_host_share_one_memory_where_a_machine_has_only_that() -> None:
-    shared = describe_machine(MachineOptions(gpu="GB10"), MegatrainConfig())
+    shared = describe_machine(machine_options(gpu="GB10"), MegatrainConfig())
     assert shared.host_bytes == pytest.approx(3 * shared.gpu_total_bytes)
-    divided = MachineOptions(gpu="GB10", gpu_memory_bytes=40 * GIB)
+    divided = machine_options(gpu="GB10", gpu_memory_bytes=40 * GIB)
     assert describe_machine(divided, MegatrainConfig()).host_bytes == int(119.6 * GIB) - 40 * GIB
     with pytest.raises(ConfigError, match=r"119.6 GiB that GB10 has for both; lower one"):
-        describe_machine(dataclasses.replace(divided, host_memory_bytes=80 * GIB), MegatrainConfig())
+        describe_machine(machine_options(divided, host_memory_bytes=80 * GIB), MegatrainConfig())
 
 
 def test_an_unknown_gpu_must_be_described_whole() -> None:
     with pytest.raises(ConfigError, match=r"--gpu-memory, --gpu-bandwidth, --link"):
-        describe_machine(MachineOptions(dense_flops=1e14), MegatrainConfig())
-    whole = MachineOptions(dense_flops=1e14, gpu_memory_bytes=GIB, device_bytes=1e12, link_bytes=2e10)
+        describe_machine(machine_options(dense_flops=1e14), MegatrainConfig())
+    whole = machine_options(dense_flops=1e14, gpu_memory_bytes=GIB, device_bytes=1e12, link_bytes=2e10)
     speeds = describe_machine(whole, MegatrainConfig()).machine
     assert (speeds.device_flops, speeds.device_bytes, speeds.h2d_bytes) == (1e14, 1e12, 2e10)
 
@@ -377,17 +375,17 @@ def test_a_short_products_speed_is_not_taken_for_what_a_gpu_keeps_up(monkeypatch
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (130 * GIB, 140 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    found = describe_machine(MachineOptions(), MegatrainConfig())
+    found = describe_machine(machine_options(), MegatrainConfig())
     assert found.machine == dataclasses.replace(measured, device_flops=716e12)
     assert any("794 TFLOPS" in note for note in found.notes)
     assert not any("options" in note for note in found.notes)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 4090")
-    unknown = describe_machine(MachineOptions(), MegatrainConfig())
+    unknown = describe_machine(machine_options(), MegatrainConfig())
     assert unknown.machine == measured, "no training was measured on that one"
     assert not any("TFLOPS" in note for note in unknown.notes)
     with pytest.raises(ConfigError, match=r"--cores describes another host.*--host-step"):
-        describe_machine(MachineOptions(cores=8), MegatrainConfig())
-    larger = describe_machine(MachineOptions(gpu_memory_bytes=200 * GIB), MegatrainConfig())
+        describe_machine(machine_options(cores=8), MegatrainConfig())
+    larger = describe_machine(machine_options(gpu_memory_bytes=200 * GIB), MegatrainConfig())
     assert (larger.gpu_total_bytes, larger.gpu_bytes) == (200 * GIB, int(0.9 * 200 * GIB))
     assert "GPU memory as the option says; it has 140.0 GiB" in larger.notes
 
@@ -395,7 +393,7 @@ def test_a_short_products_speed_is_not_taken_for_what_a_gpu_keeps_up(monkeypatch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to measure")
 def test_without_a_gpu_one_must_be_described() -> None:
     with pytest.raises(ConfigError, match="--gpu H200"):
-        describe_machine(MachineOptions(), MegatrainConfig())
+        describe_machine(machine_options(), MegatrainConfig())
 
 
 def test_the_hosts_step_is_bound_by_threads_and_then_by_memory() -> None:

@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 from flat_settings import nested
+from machine_options import machine_with
 from meta_models import meta_experts, meta_model
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
@@ -36,7 +37,7 @@ def forecaster(
 ) -> Forecaster:
     config = MegatrainConfig.from_mapping(nested({**STREAMED, **settings}))
     model = model or meta_model()
-    return Forecaster(model, config, machine, gpu_bytes, 4 * GIB, micro_batches=micro_batches)
+    return Forecaster(model, config, machine_with(machine, gpu_bytes), micro_batches)
 
 
 def forecast(**options: object) -> Forecast:
@@ -95,7 +96,7 @@ def test_micro_batches_stay_apart_where_all_of_them_would_be_recomputed() -> Non
     slow = dataclasses.replace(MACHINE, h2d_bytes=1e12, d2h_bytes=1e12, device_flops=1e10)
     free = {"kept_layers": None, "machine": slow}
     kept = forecast(join_micro_batches=False, **free)
-    assert len(kept.candidate.placement.kept) == kept.layers
+    assert len(kept.candidate.placement.kept) == len(kept.forecaster.engine.runtime.layers)
     found = forecast(gpu_bytes=kept.gpu_bytes, **free)
     assert not found.joined
     assert found.seconds == kept.seconds

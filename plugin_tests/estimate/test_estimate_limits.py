@@ -268,9 +268,7 @@ def test_where_host_memory_is_missing_the_settings_that_fit_are_named(
         expected = Forecaster(
             model_on_meta(forecaster.model.config, False),
             dataclasses.replace(forecaster.config, **change),
-            forecaster.machine,
-            found.machine.gpu_bytes,
-            None,
+            dataclasses.replace(found.machine, host_bytes=None),
             micro_batches=accumulation,
         )
         forecaster.host_bytes = expected.host_store_bytes

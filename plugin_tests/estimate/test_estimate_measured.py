@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from flat_settings import nested
+from machine_options import machine_with
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.estimate import forecast as forecast_module
@@ -199,9 +200,7 @@ def assert_predicted(case: Measured) -> None:
     forecaster = Forecaster(
         empty_model(shape_config(case.shape, case.length, case.layers)),
         MegatrainConfig.from_mapping(nested(case.settings)),
-        case.machine,
-        int(case.gpu_planned_gib * GIB),
-        int(case.host_memory_gib * GIB),
+        machine_with(case.machine, int(case.gpu_planned_gib * GIB), int(case.host_memory_gib * GIB)),
     )
     found = forecaster.forecast(case.batch, case.length)
     assert found.fits
@@ -238,7 +237,7 @@ def test_a_measured_training_is_predicted_whose_recomputes_leave_out_the_last_pr
 
 
 def test_a_measured_layer_and_loss_are_predicted() -> None:
-    forecaster = Forecaster(empty_model(shape_config("3b", 4096)), MegatrainConfig(), H200, 125 * GIB, 125 * GIB)
+    forecaster = Forecaster(empty_model(shape_config("3b", 4096)), MegatrainConfig(), machine_with(H200, 125 * GIB, 125 * GIB))
     outline, _ = forecaster.fastest(2, 4096)
     (profile,) = outline.profiles.values()
     assert profile.forward_seconds == pytest.approx(2.34e-3, rel=0.05)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import signal
 import subprocess
 import sys
@@ -12,16 +11,17 @@ from pathlib import Path
 import pytest
 from flat_settings import nested
 from fresh_process import clean_environment, run_python
+from machine_options import machine_options
 from transformers import LlamaConfig
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.estimate.command import add_arguments, parse_size
 from megatrain_accelerate.estimate.findings import Estimate
-from megatrain_accelerate.estimate.machine_description import MachineDescription, MachineOptions, describe_machine
+from megatrain_accelerate.estimate.machine_description import MachineDescription, describe_machine
 from megatrain_accelerate.units import GIB
 
-DESKTOP = MachineOptions(gpu="RTX4090")
+DESKTOP = machine_options(gpu="RTX4090")
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -30,7 +30,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(["MODEL", *arguments])
 
 
-def described(options: MachineOptions = DESKTOP, **settings: object) -> MachineDescription:
+def described(options: argparse.Namespace = DESKTOP, **settings: object) -> MachineDescription:
     return describe_machine(options, MegatrainConfig.from_mapping(nested(settings)))
 
 
@@ -68,7 +68,7 @@ def test_an_argument_that_is_given_again_adds_to_the_first() -> None:
 
 def test_a_gpu_without_room_beside_cudas_context_is_refused_by_the_argument_that_says_so() -> None:
     with pytest.raises(ConfigError, match=r"--gpu-memory 0\.10 GiB leaves nothing beside the CUDA context's 0\.5 GiB"):
-        described(dataclasses.replace(DESKTOP, gpu_memory_bytes=GIB // 10))
+        described(machine_options(DESKTOP, gpu_memory_bytes=GIB // 10))
 
 
 def test_settings_cannot_take_more_gpu_memory_than_there_is() -> None:
@@ -79,17 +79,17 @@ def test_settings_cannot_take_more_gpu_memory_than_there_is() -> None:
 
 @pytest.mark.parametrize(("option", "setting", "smaller"), [(256, 60, 60), (60, 256, 60), (None, 60, 60), (60, None, 60)])
 def test_the_smaller_host_memory_counts(option: int | None, setting: int | None, smaller: int) -> None:
-    options = dataclasses.replace(DESKTOP, host_memory_bytes=None if option is None else option * GIB)
+    options = machine_options(DESKTOP, host_memory_bytes=None if option is None else option * GIB)
     assert described(options, host_memory_gib=setting).host_bytes == smaller * GIB
 
 
 def test_host_threads_bound_the_step_of_a_described_host() -> None:
-    options = MachineOptions(gpu="H200", cores=16)
+    options = machine_options(gpu="H200", cores=16)
     whole, some, more = (described(options, host_threads=threads) for threads in (None, 7, 64))
     assert some.machine.host_step_parameters == pytest.approx(0.5 * whole.machine.host_step_parameters)
     assert more.machine == whole.machine
     assert any("16 cores, host_threads 7" in note for note in some.notes)
-    fixed = dataclasses.replace(options, host_step_parameters=3e9)
+    fixed = machine_options(options, host_step_parameters=3e9)
     assert described(fixed, host_threads=2).machine.host_step_parameters == 3e9
 
 
@@ -100,7 +100,7 @@ def test_a_step_that_hides_under_nothing_is_not_estimated_as_one_that_does() -> 
 
 def test_speeds_that_options_name_are_not_said_to_be_reckoned() -> None:
     def notes(**speeds: float) -> str:
-        return "\n".join(described(MachineOptions(gpu="H200", **speeds)).notes)  # type: ignore[arg-type]
+        return "\n".join(described(machine_options(gpu="H200", **speeds)).notes)  # type: ignore[arg-type]
 
     assert "72% of 989" in notes()
     assert "options say" not in notes()
@@ -110,7 +110,7 @@ def test_speeds_that_options_name_are_not_said_to_be_reckoned() -> None:
     assert "products as the options say" in one
     every = notes(dense_flops=6e14, device_bytes=3e12, link_bytes=4e10, host_step_parameters=5e9)
     assert every == "products, GPU memory, link, host step as the options say"
-    unknown = MachineOptions(dense_flops=1e14, gpu_memory_bytes=GIB, device_bytes=1e12, link_bytes=2e10)
+    unknown = machine_options(dense_flops=1e14, gpu_memory_bytes=GIB, device_bytes=1e12, link_bytes=2e10)
     assert not any("public figures" in note for note in described(unknown).notes)
 
 

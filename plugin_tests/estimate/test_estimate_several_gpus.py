@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from machine_options import machine_options, machine_with
 from meta_models import meta_experts, meta_model
 from transformers import Qwen2Config
 
@@ -21,7 +22,6 @@ from megatrain_accelerate.estimate.machine_description import (
     H2D_SHARE,
     SERVER_DRAM,
     MachineDescription,
-    MachineOptions,
     describe_machine,
     host_step_parameters,
     known_gpu,
@@ -50,12 +50,12 @@ def estimated(gpus: int, batch: int, *arguments: str, gpu: str = "H200") -> Esti
 
 def forecaster(gpus: int, host_bytes: int = 64 * GIB, micro_batches: int = 1, **settings: object) -> Forecaster:
     config = MegatrainConfig.from_mapping(settings)
-    speeds = (MACHINE, GIB, host_bytes)
-    return Forecaster(meta_model(), config, *speeds, micro_batches=micro_batches, gpus=gpus, exchange_bytes=2e11)
+    machine = machine_with(MACHINE, GIB, host_bytes, gpus=gpus, exchange_bytes=2e11)
+    return Forecaster(meta_model(), config, machine, micro_batches)
 
 
 def described(gpus: int, gpu: str = "H200", **options: object) -> MachineDescription:
-    return describe_machine(MachineOptions(gpu=gpu, gpus=gpus, **options), MegatrainConfig())  # type: ignore[arg-type]
+    return describe_machine(machine_options(gpu=gpu, gpus=gpus, **options), MegatrainConfig())  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- speed
@@ -135,7 +135,7 @@ def test_what_one_process_measured_here_is_divided_among_the_gpus(monkeypatch: p
     for name, value in (("is_available", True), ("current_device", 0), ("mem_get_info", (70 * GIB, 80 * GIB))):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    found = describe_machine(MachineOptions(gpus=2), MegatrainConfig())
+    found = describe_machine(machine_options(gpus=2), MegatrainConfig())
     assert found.machine == dataclasses.replace(MACHINE, host_step_parameters=MACHINE.host_step_parameters / 2)
     assert found.exchange_bytes == 225e9
     assert "speeds as measured on this machine, by one process" in found.notes
@@ -164,7 +164,7 @@ def test_layers_on_the_gpus_keep_their_weights_and_residuals_in_the_shared_store
 
 
 def test_host_memory_that_a_setting_gives_is_that_of_each_process() -> None:
-    limited = describe_machine(MachineOptions(gpu="H200", gpus=4), MegatrainConfig(host_memory_gib=100.0))
+    limited = describe_machine(machine_options(gpu="H200", gpus=4), MegatrainConfig(host_memory_gib=100.0))
     assert limited.host_bytes == 400 * GIB
 
 
@@ -179,7 +179,7 @@ def test_steps_in_backward_are_refused_as_the_training_refuses_them(setting: str
 
 def test_experts_in_parts_are_refused_as_the_training_refuses_them() -> None:
     with pytest.raises(UnsupportedError, match="experts that are fetched in parts, which several processes can't do"):
-        Forecaster(meta_experts(False), MegatrainConfig(expert_parts=2), MACHINE, GIB, 4 * GIB, gpus=2)
+        Forecaster(meta_experts(False), MegatrainConfig(expert_parts=2), machine_with(MACHINE, gpus=2))
 
 
 def test_gpus_that_share_memory_with_a_host_are_alone_with_it() -> None:

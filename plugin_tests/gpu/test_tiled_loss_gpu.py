@@ -36,7 +36,7 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def peak_of_loss(tokens: int) -> int:
     """Bytes above what was there, for loss and backward of one head call by tiles."""
     hidden, weight, labels = leaves(tokens)
-    products.prepare_products(hidden.device, hidden.dtype)
+    products.product_form("cuda", hidden.dtype)
     loss_of(lazy_linear(hidden, weight, None, lambda: 0), labels).backward()
     hidden.grad = weight.grad = None
     torch.cuda.synchronize()
@@ -84,7 +84,7 @@ def test_loss_and_gradients_are_as_near_to_exact_ones_as_plain_ones(form: str, m
 
 def test_a_step_doesn_t_wait_for_the_device() -> None:
     hidden, weight, labels = leaves(4_096)
-    products.prepare_products(hidden.device, hidden.dtype)
+    products.product_form("cuda", hidden.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls the mode a prototype
         torch.cuda.set_sync_debug_mode("error")

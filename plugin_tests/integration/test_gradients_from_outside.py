@@ -54,16 +54,18 @@ class Landing:
     def synchronize(self) -> None:
         self._landed.result()
 
+    def query(self) -> bool:
+        return self._landed.done()
+
 
 @pytest.fixture(params=["at once", "late"])
 def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Gradients arrive on the host so."""
     with ThreadPoolExecutor(1) as stream:
 
-        def send(offloader: GradientOffloader, slot: Any, name: str, pieces: Any, norms: torch.Tensor | None) -> Landing:
-            copies = [(target, source.clone()) for target, source in pieces]
-            copies += [(norms, slot.norms[: norms.numel()].clone())] if norms is not None else []
-            offloader.last_copied_event = Landing(stream, copies)
+        def send(offloader: GradientOffloader, name: str, ready_event: Any, copies: Any, norms: Any) -> Landing:
+            landing = [(target, source.clone()) for target, source in (*copies, *norms)]
+            offloader.last_copied_event = Landing(stream, landing)
             return offloader.last_copied_event
 
         if request.param == "late":

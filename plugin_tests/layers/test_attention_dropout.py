@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from flat_settings import nested
+from machine_options import machine_with
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -14,7 +15,6 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.estimate.layer_costs import WithoutAttentionDropout
 from megatrain_accelerate.plan.machine import Machine
-from megatrain_accelerate.units import GIB
 
 pytestmark = pytest.mark.usefixtures("outlined_once")
 
@@ -26,7 +26,7 @@ def forecaster(rate: float, **settings: object) -> Forecaster:
     with torch.device("meta"):
         model = GPT2LMHeadModel(shape).to(torch.bfloat16)
     config = MegatrainConfig.from_mapping(nested({"kept_layers": 0, **settings}))
-    return Forecaster(model, config, MACHINE, GIB, 4 * GIB)
+    return Forecaster(model, config, machine_with(MACHINE))
 
 
 @pytest.mark.parametrize("compiles", [True, False])

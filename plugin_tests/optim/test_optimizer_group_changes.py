@@ -162,15 +162,13 @@ class LateCopies:
         self.may_go = threading.Event()
         self.thread = ThreadPoolExecutor(1)
 
-    def send(self, offloader: GradientOffloader, slot: Any, name: str, pieces: Any, norms: Any) -> Any:
-        held, held_norms = [(target, source.clone()) for target, source in pieces], slot.norms.clone()
+    def send(self, offloader: GradientOffloader, name: str, ready_event: Any, copies: Any, norms: Any) -> Any:
+        held = [(target, source.clone()) for target, source in (*copies, *norms)]
 
         def copy_now() -> None:
             self.may_go.wait(10)
             for target, source in held:
                 target.copy_(source)
-            if norms is not None:
-                norms.copy_(held_norms[: norms.numel()])
 
         offloader.last_copied_event = CopiedEvent(self.thread.submit(copy_now))
         return offloader.last_copied_event

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import Training, attach, masters_of
+from machine_options import machine_with
 from plain_torch import tiny_model, token_batches
 from rank_runs import join_ranks, require_success, run_ranks
 
@@ -20,7 +21,6 @@ from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.plan import device_plan
 from megatrain_accelerate.plan.machine import Machine
-from megatrain_accelerate.units import GIB
 
 MIB = 2**20
 BUDGETS = (300.0, 262.0)
@@ -98,7 +98,8 @@ def test_ranks_run_by_the_plan_of_the_largest_batch_in_the_smallest_budget(tmp_p
     with torch.device("meta"):
         model = tiny_model().to(torch.bfloat16).train()
     config, machine = MegatrainConfig(), Machine(1e9, 1e9, 1e9, 1e9, 1e9)
-    estimated = ForecastPlan(MetaEngine(model, config, gpus=2), config, machine, GIB, GIB, exchange_bytes=1e11)
+    described = machine_with(machine, gpus=2, exchange_bytes=1e11)
+    estimated = ForecastPlan(MetaEngine(model, config, gpus=2), config, described)
     assert first["sizes"] == repr(estimated.model_sizes())
     assert first["exchange"] == estimated._fixed_bytes_by_kind()["exchange"]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from engine_runs import attach
 from flat_settings import nested
+from machine_options import machine_with
 from part_models import EXPERTS, tiny_experts
 from peft import LoraConfig, get_peft_model
 from plain_torch import tiny_model, token_batches
@@ -335,7 +336,7 @@ def forecaster(gpu_bytes: int, **settings: Any) -> Forecaster:
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     fixed = {"kept_layers": 0, "device_layers": 0, "offloaded_layers": 0, "token_tile": 0}
     config = MegatrainConfig.from_mapping(nested({**fixed, "compile_layers": False, **settings}))
-    return Forecaster(model, config, MACHINE, gpu_bytes, 8 * GIB)
+    return Forecaster(model, config, machine_with(MACHINE, gpu_bytes, 8 * GIB))
 
 
 def test_an_estimate_reckons_with_parts_where_a_plan_would_make_them(monkeypatch: pytest.MonkeyPatch) -> None:
