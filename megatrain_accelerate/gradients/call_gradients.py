@@ -30,11 +30,8 @@ class CallInBackward(Protocol):
     @property
     def layer(self) -> Streamed: ...
 
-    def finish(self) -> None:
-        """The backward is over."""
-
-    def discard(self) -> None:
-        """The backward has failed."""
+    def end(self, succeeded: bool) -> None:
+        """The backward is over, or has failed."""
 
 
 class LayerSums:

@@ -138,33 +138,19 @@ class BatchSplit:
         found = next(((path, leaf) for path, leaf in tensors if leaf.is_floating_point() and leaf.dim() >= 2), None)
         if found is None or found[1].shape[0] <= cut.size:
             return _WHOLE
+        batch = found[1].shape[0]
         try:
-            return cls._of_batch(layer, paths, *found, tensors, cut)
+            cut.require_samples(layer, *found)
+            for at, leaf in paths:
+                held = () if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", {}).values()
+                if any(isinstance(item, torch.Tensor) for item in held):
+                    raise _cannot(layer.name, f"argument {keystr(at)} is a {type(leaf).__name__}, whose tensors can't be cut")
+            is_split = tuple(cut.is_cut(layer, name, leaf, found[1]) for name, leaf in tensors)
         except UnsupportedError:
-            if cut.asked is not None and found[1].shape[0] > cut.asked:
+            if cut.asked is not None and batch > cut.asked:
                 raise
             return _WHOLE
-
-    @classmethod
-    def _of_batch(
-        cls,
-        layer: StreamedLayer,
-        paths: Sequence[tuple[Any, Any]],
-        path: str,
-        hidden: torch.Tensor,
-        tensors: Sequence[tuple[str, torch.Tensor]],
-        cut: BatchCut,
-    ) -> BatchSplit:
-        assert cut.size is not None
-        batch = hidden.shape[0]
-        cut.require_samples(layer, path, hidden)
-        for at, leaf in paths:
-            held = () if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", {}).values()
-            if any(isinstance(item, torch.Tensor) for item in held):
-                raise _cannot(layer.name, f"argument {keystr(at)} is a {type(leaf).__name__}, whose tensors can't be cut")
-        is_split = tuple(cut.is_cut(layer, name, leaf, hidden) for name, leaf in tensors)
-        sizes = tuple(min(cut.size, batch - begin) for begin in range(0, batch, cut.size))
-        return cls(sizes, is_split)
+        return cls(tuple(min(cut.size, batch - begin) for begin in range(0, batch, cut.size)), is_split)
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The arguments of each piece, in autograd's graph; a tensor that is passed twice stays one."""
@@ -218,15 +204,6 @@ class BatchSplit:
 
 
 _WHOLE = BatchSplit((), ())
-
-
-def require_same_structure(layer: str, first: Any, piece: Any) -> None:
-    """Raises an UnsupportedError if what two pieces return besides tensors can't be joined."""
-    if first != piece:
-        raise UnsupportedError(
-            f"layer {layer} returns other things for other pieces of a batch, which can't be joined; leave "
-            "megatrain_config.micro_batch_size unset"
-        )
 
 
 class _Shared(torch.autograd.Function):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -19,17 +19,13 @@ from megatrain_accelerate.transfer.activation_offload import ParcelPlace, Record
 from megatrain_accelerate.transfer.streams import WeightSlot
 
 
-class SlotReader(Protocol):
-    """A call of a layer, as far as it matters here."""
-
-    def slot(self) -> WeightSlot:
-        """The slot that holds the layer's weights now; within a backward only."""
-
-
 class SlotPlace(NamedTuple):
-    """A view of a layer's slot, without the slot."""
+    """A view of a layer's slot, without the slot.
 
-    reader: SlotReader
+    The ``slot()`` of its reader, a call of the layer, is the one that holds the layer's weights now; within a backward only.
+    """
+
+    reader: Any
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -37,7 +33,7 @@ class SlotPlace(NamedTuple):
 
     def tensor(self) -> torch.Tensor:
         """The view of the slot that holds the layer now."""
-        view = self.reader.slot().view(self.dtype, self.shape, self.stride, self.offset)
+        view: torch.Tensor = self.reader.slot().view(self.dtype, self.shape, self.stride, self.offset)
         # The graph of a gradient that is itself differentiated must not hold a slot.
         return view.clone() if torch.is_grad_enabled() else view
 
@@ -74,7 +70,7 @@ class SavedTensors:
     """The hooks under which one run of a layer saves what its backward needs.
 
     Args:
-        slots: by address; what lies in one is its reader's (:class:`SlotReader`).
+        slots: by address; what lies in one is its reader's.
         offloaded: collects what goes to the host; None where it stays on the device.
     """
 
