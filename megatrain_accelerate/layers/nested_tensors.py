@@ -60,21 +60,12 @@ def taken_apart(value: Any) -> tuple[list[torch.Tensor], Callable[[Any], Any]]:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of a tree (:mod:`torch.utils._pytree`), in order."""
-    found: list[torch.Tensor] = []
-    _collect(tree, found)
-    return found
-
-
-def _collect(tree: Any, found: list[torch.Tensor]) -> None:
     # Every operation of a run without data comes here, and torch's own walk takes several times as long.
     kind = type(tree)
     if isinstance(tree, torch.Tensor):
-        found.append(tree)
-    elif kind is tuple or kind is list:
-        for item in tree:
-            _collect(item, found)
-    elif kind is dict:
-        for item in tree.values():
-            _collect(item, found)
-    elif kind not in _NO_TREES:
-        found += [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+        return [tree]
+    if kind in _NO_TREES:
+        return []
+    if kind is not tuple and kind is not list and kind is not dict:
+        return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [tensor for item in (tree.values() if kind is dict else tree) for tensor in tensors_in(item)]
