@@ -139,15 +139,13 @@ class WrittenBuffers:
     @contextlib.contextmanager
     def watched(self) -> Iterator[BufferValues]:
         """For a forward: yields what it may write, as it was; afterwards that has only what it has written."""
-        kept: BufferValues = []
-        present = []
-        for owner in self._owners:
-            for name, buffer in owner._buffers.items():
-                if buffer is not None:
-                    present.append((owner, name, buffer, buffer._version))
-                    is_small = buffer.nbytes <= _COPIED_UNSEEN_BYTES
-                    if is_small if self._written is None else (owner, name) in self._written:
-                        kept.append((owner, name, buffer.detach().clone()))
+        known, buffers = self._written, [(owner, *item) for owner in self._owners for item in owner._buffers.items()]
+        present = [(owner, name, buffer, buffer._version) for owner, name, buffer in buffers if buffer is not None]
+        kept: BufferValues = [
+            (owner, name, buffer.detach().clone())
+            for owner, name, buffer, _ in present
+            if (buffer.nbytes <= _COPIED_UNSEEN_BYTES if known is None else (owner, name) in known)
+        ]
         yield kept
         # Kernels of norms write running statistics without counting it as a write.
         written = {

@@ -240,8 +240,7 @@ class GraphCall:
         with no_writes_into(args, kwargs, layer.name), no_writes_to(tensors, layer.name):
             # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
             if self.is_whole:
-                anchor = calls.anchor if layer.has_trainable else calls.anchor.detach()
-                output = run_whole(layer.name, body, anchor, tensors, self.pinned, self.all_issued)
+                output = run_whole(self, body, tensors)
             else:
                 output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
         if leaving is not None:
@@ -270,7 +269,7 @@ class GraphCall:
             return
         if self.task != -1:
             # Another backward comes: one within the one before, or that one has failed.
-            found, backward = self._take_gradients(), self.calls.backwards.get(self.task)
+            found, backward = self.take_gradients(), self.calls.backwards.get(self.task)
             if found and backward is not None:
                 backward.take(self, found, is_complete=False)
             self.forget()
@@ -343,7 +342,7 @@ class GraphCall:
     def end(self, succeeded: bool) -> None:
         """The backward is over: gradients of which no input told go too, or count for nothing."""
         if not succeeded:
-            self._take_gradients()
+            self.take_gradients()
         elif self.state is CallState.BACKWARD:
             self._deliver_gradients(is_complete=False)
         self.forget()
@@ -355,7 +354,7 @@ class GraphCall:
         if self.state is not CallState.WAITING:
             self.move_to(CallState.WAITING)
 
-    def _take_gradients(self) -> dict[int, torch.Tensor]:
+    def take_gradients(self) -> dict[int, torch.Tensor]:
         taken: dict[int, torch.Tensor] = {}
         leaves = [(row, found()) for row, found in self._leaves]
         slot = self.calls.prefetcher.leases.get(self.layer.index)
@@ -363,15 +362,14 @@ class GraphCall:
             # Of a checkpoint inside the layer that runs a backward of its own.
             leaves += enumerate([slot.leaves[place] for place in self.layer.trainable_places])
         for row, leaf in leaves:
-            if leaf is None or leaf.grad is None:
-                continue
-            gradient, leaf.grad = leaf.grad, None
-            taken[row] = taken[row] + gradient if row in taken else gradient
+            if leaf is not None and leaf.grad is not None:
+                gradient, leaf.grad = leaf.grad, None
+                taken[row] = taken[row] + gradient if row in taken else gradient
         return taken
 
     def _deliver_gradients(self, is_complete: bool) -> None:
         """Hands over what there is of its gradients; ``is_complete``: no more will come."""
-        taken = self._take_gradients()
+        taken = self.take_gradients()
         if any(gradient.requires_grad for gradient in taken.values()):
             raise UnsupportedError(
                 f"layer {self.layer.name}: a backward with create_graph=True gives its parameters gradients that can be "
@@ -379,11 +377,6 @@ class GraphCall:
                 "or outputs of layers instead"
             )
         self.calls.backwards[self.task].take(self, taken, is_complete)
-
-    def settle(self) -> None:
-        """Sends gradients that no hook has told of: of a tensor, say, that depends on weights alone and wasn't returned."""
-        if self.state is CallState.WAITING and (found := self._take_gradients()):
-            self.calls.offloader.offload(self.layer, found)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -509,6 +502,8 @@ class GraphCalls:
                 backward.finish()
 
     def settle(self) -> None:
-        """Before gradients are read as a whole: takes those of which no hook has told."""
+        """Before gradients are read as a whole: sends those of which no hook has told: of a tensor, say, that depends on
+        weights alone and wasn't returned."""
         for call in list(self._alive):
-            call.settle()
+            if call.state is CallState.WAITING and (found := call.take_gradients()):
+                self.offloader.offload(call.layer, found)
