@@ -84,7 +84,7 @@ class StreamedLayer:
         return sum(part.unit.layout.parameter_count for part in (self, *self.experts))
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the layer's own forward with the weights that are bound to it; see :class:`SharedMappings`."""
+        """Calls the layer's own forward with the weights that are bound to it; see :func:`run_with_mappings`."""
         with self.tiles.at_work(args, kwargs):
             return run_with_mappings(self.forward, args, kwargs)
 

@@ -35,7 +35,6 @@ class BatchCut:
         """Samples of a piece by the plan's choice, fewer than are asked for; a batch that can't be cut stays whole."""
         self._rows: frozenset[int] = frozenset()
         self._cut_before: dict[tuple[str, str], bool] = {}
-        self._looked_through: set[str] = set()
 
     @property
     def size(self) -> int | None:
@@ -63,14 +62,11 @@ class BatchCut:
                 f"its hidden states have shape {shape}, and the tensors that the model was called with have {rows} rows, so "
                 "that either dimension may be the batch, in the first batch that is to be cut",
             )
-        if layer.name not in self._looked_through:
-            for name, module in layer.module.named_modules():
-                if getattr(module, "batch_first", True) is False:
-                    what = name or type(module).__name__
-                    raise _cannot(layer.name, f"its {what} has batch_first=False, and takes tokens first")
-            self._looked_through.add(layer.name)
-        for name, norm in batch_norms(layer.module):
-            if norm.training:
+        for name, module in layer.module.named_modules():
+            if getattr(module, "batch_first", True) is False:
+                what = name or type(module).__name__
+                raise _cannot(layer.name, f"its {what} has batch_first=False, and takes tokens first")
+            if isinstance(module, _BatchNorm) and module.training:
                 raise _cannot(layer.name, f"its {name} takes statistics of the whole batch")
 
     def is_cut(self, layer: StreamedLayer, path: str, tensor: torch.Tensor, hidden: torch.Tensor) -> bool:
@@ -170,13 +166,7 @@ class BatchSplit:
 
     def first_piece(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments with the tensors of the first piece, which no other is larger than."""
-        if not self.sizes:
-            return args, kwargs
-        tensors, put_together = taken_apart((args, kwargs))
-        pairs = zip(tensors, self.is_split, strict=True)
-        made: tuple[tuple[Any, ...], dict[str, Any]]
-        made = put_together([tensor[: self.sizes[0]] if is_split else tensor for tensor, is_split in pairs])
-        return made
+        return self.arguments(args, kwargs)[0] if self.sizes else (args, kwargs)
 
     def whole(self, layer: str, made: tuple[Any, Any]) -> Any:
         """What a call returns and records, as zeros, from that of its first piece. Raises as :meth:`joined`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -30,15 +31,12 @@ def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[typ
     if not is_dict and not hasattr(type(value), "__dataclass_fields__"):
         return value
     held = value if is_dict else {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    found = {key: map_tensors(change, item, kind) for key, item in held.items()}
-    changed = {key: item for key, item in found.items() if item is not held[key]}
+    changed = {key: new for key, item in held.items() if (new := map_tensors(change, item, kind)) is not item}
     if changed:
         value = copy.copy(value)
+        put = value.__setitem__ if is_dict else functools.partial(object.__setattr__, value)
         for key, item in changed.items():
-            if is_dict:
-                value[key] = item
-            else:
-                object.__setattr__(value, key, item)
+            put(key, item)
     return value
 
 
