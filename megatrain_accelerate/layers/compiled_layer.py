@@ -153,7 +153,10 @@ class CompiledLayers:
         self.backend: str | Callable[..., Callable[..., Any]] = "inductor"
         """What compiles dynamo's graphs: a name that dynamo knows, or a function."""
         self._kinds: dict[Any, _Kind] = {}
-        self._eager_noted: set[tuple[str, str]] = set()
+        # Once for each name and reason.
+        self._note_eager = functools.cache(
+            functools.partial(logger.warning, "megatrain: %s isn't compiled and runs as it is (%s)")
+        )
         self.is_optional = self._is_on and wanted == "auto"
         """Whether the plan may do without."""
         self.pays: bool | None = None
@@ -250,11 +253,6 @@ class CompiledLayers:
                 return None
             kind = self._kinds[key] = _Kind(forward, name, memory_budget, self.sizes_vary, self._compile)
         return None if kind.gave_up else kind
-
-    def _note_eager(self, name: str, reason: str) -> None:
-        if (name, reason) not in self._eager_noted:
-            self._eager_noted.add((name, reason))
-            logger.warning("megatrain: %s isn't compiled and runs as it is (%s)", name, reason)
 
     def _compile(self, kind: _Kind, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
         """Dynamo's backend: forward and backward of one graph, so that neither can fail later."""
@@ -422,13 +420,11 @@ def _concrete(value: Any) -> Any:
 
 def _costs(node: torch.fx.Node) -> float:
     formula: Callable[..., Any] | None = flop_registry.get(getattr(node.target, "_overloadpacket", None))
-    if formula is None:
-        return float(_bytes(node))
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: _concrete(argument.meta.get("val")))
-    try:
-        return float(formula(*args, **kwargs, out_val=_concrete(node.meta["val"]))) / _FLOPS_PER_BYTE
-    except Exception:  # grouped-query attention, which torch's formula refuses
-        return float(_bytes(node))
+    if formula is not None:
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: _concrete(argument.meta.get("val")))
+        with contextlib.suppress(Exception):  # grouped-query attention, which torch's formula refuses
+            return float(formula(*args, **kwargs, out_val=_concrete(node.meta["val"]))) / _FLOPS_PER_BYTE
+    return float(_bytes(node))
 
 
 def _missing_in_torch() -> str | None:

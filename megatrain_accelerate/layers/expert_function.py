@@ -12,6 +12,7 @@ what they gave in forward, as large as the hidden states, and the order of the p
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -179,17 +180,16 @@ class ExpertResults:
 
     def __init__(self, keeps: bool = True, is_last: bool = True) -> None:
         self.keeps, self.is_last, self.replays = keeps, is_last, False
-        self._results: dict[StreamedExperts, list[_Result]] = {}
+        self._results = collections.defaultdict[StreamedExperts, list[_Result]](list)
         """Of each call in forward."""
-        self._calls: dict[StreamedExperts, int] = {}
+        self._calls = collections.Counter[StreamedExperts]()
 
     @contextlib.contextmanager
     def at_work(self, layer: StreamedLayer, replays: bool) -> Iterator[None]:
         """The layer runs in the body: for the first time, or, with ``replays``, again."""
         self.replays = replays
-        for experts in layer.experts:
-            self._calls[experts] = 0
-            _at_work[experts] = self
+        self._calls.clear()
+        _at_work.update(dict.fromkeys(layer.experts, self))
         try:
             yield
         finally:
@@ -203,7 +203,7 @@ class ExpertResults:
     def note(self, call: _Call, output_TD: torch.Tensor) -> None:
         """That call, the next one in forward, gave this; whoever gets the original may write to it."""
         output, routing = (output_TD.clone(), call.routing) if self.keeps else (None, None)
-        self._results.setdefault(call.experts, []).append(_Result(output, routing, call.places, call.version))
+        self._results[call.experts].append(_Result(output, routing, call.places, call.version))
 
     def begin(self, experts: StreamedExperts) -> tuple[int, _Result | None]:
         """A call of these experts begins: its number in this run, and where that replays, the result of forward's.
@@ -214,7 +214,7 @@ class ExpertResults:
         self._calls[experts] += 1
         if not self.replays:
             return number, None
-        results = self._results.get(experts, [])
+        results = self._results[experts]
         if number >= len(results):
             raise StateError(
                 f"experts {experts.name} are called {number + 1} times or more when their layer is computed again, and were "

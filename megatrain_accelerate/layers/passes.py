@@ -21,20 +21,18 @@ class _EndOfBackward:
     """Autograd calls this when a backward is over, and drops it uncalled when one has failed."""
 
     def __init__(self, on_end: Callable[[int, bool], None], task: int) -> None:
-        self._on_end: Callable[[int, bool], None] | None = on_end
-        self._task = task
+        self._on_end, self._task, self._was_called = on_end, task, False
 
     def __call__(self) -> None:
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            try:
-                on_end(self._task, True)
-            except BaseException:
-                on_end(self._task, False)
-                raise
+        self._was_called = True
+        try:
+            self._on_end(self._task, True)
+        except BaseException:
+            self._on_end(self._task, False)
+            raise
 
     def __del__(self) -> None:
-        if self._on_end is not None:
+        if not self._was_called:
             self._on_end(self._task, False)
 
 

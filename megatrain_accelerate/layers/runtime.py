@@ -127,7 +127,6 @@ class StreamingRuntime:
         self.compiled = CompiledLayers(config.compile_layers, streams.device)
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
         self.batch_cut = BatchCut(config.micro_batch_size)
-        """How a batch that is larger than ``micro_batch_size`` runs in pieces."""
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
         parameters = [state.parameter for unit in self.units for state in unit.states]
         self.watch = Watch(parameters, weakly(self.settle))
@@ -157,7 +156,6 @@ class StreamingRuntime:
         """Optimizer steps so far, without those that were skipped."""
         self.dry_run: LayerRunner | None = None
         """What runs the layers on trial, for a plan or a probe."""
-        self._layer_handles = [state.handle for layer in self.layers for state in layer.unit.states]
         self._all_held: dict[int, WeightSlot] = {}
         """In a forward of the model in which all layers run as plain modules do, their slots by index; else nothing."""
         self._tokens = 0
@@ -215,7 +213,7 @@ class StreamingRuntime:
 
     def trains(self, parameter: torch.Tensor) -> bool:
         """Whether it is a parameter of this model that has a place for gradients."""
-        state = self._states.get(id(parameter))
+        state = self.state_of(parameter)
         return state is not None and state.row is not None
 
     # ------------------------------------------------------------------ forward and backward of a layer
@@ -269,7 +267,7 @@ class StreamingRuntime:
         held = {} if self.experts or self.token_tile else self.prefetcher.all_held()
         if held and looks:
             with unwatched():
-                if written_among(self._layer_handles):
+                if written_among([state.handle for layer in self.layers for state in layer.unit.states]):
                     return  # each layer takes over what was written
         if held:
             self._scale_clipped(others_follow=False)
@@ -555,5 +553,5 @@ class StreamingRuntime:
         self.expert_streams.prefetcher.close()
         for layer in (*self.layers, *self.experts):
             layer.release()
-        for held in (self._states, self._layer_handles, self.offloader.slots):
-            held.clear()
+        self._states.clear()
+        self.offloader.slots.clear()
