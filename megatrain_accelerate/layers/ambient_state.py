@@ -1,6 +1,5 @@
-"""Saves what a layer's forward depends on besides its inputs, and restores it when a part of the forward is recomputed: random
-generators, autocast, the modes and forward hooks of the layer's modules, and the buffers that it writes.
-"""
+"""What a layer's forward depends on besides its inputs, saved and restored for a recompute: random generators, autocast, the
+modes and forward hooks of the layer's modules, and the buffers that it writes."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import contextlib
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ Again = Callable[[], contextlib.AbstractContextManager[None]]
 _COPIED_UNSEEN_BYTES = 16 * MIB
 """In a first forward, when nobody knows yet what it writes: larger ones are masks."""
 
-BufferValues: TypeAlias = list[tuple[nn.Module, str, torch.Tensor]]
+BufferValues = list[tuple[nn.Module, str, torch.Tensor]]
 """(module, name, copy) of buffers as they were before a run."""
 
 
@@ -99,11 +98,9 @@ def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
 
 
 def surroundings_again(device: torch.device, module: nn.Module) -> Again:
-    """Saves random state, autocast, modes and hooks, to restore them when a layer's forward is recomputed.
-
-    All may have changed since: a script may evaluate the model between a forward and its backward, and PEFT registers hooks
-    for one forward only. Hooks on the layer itself are ignored, since they run outside what is recomputed.
-    """
+    """Saves random state, autocast, modes and hooks. All may have changed when the layer is recomputed: a script may evaluate
+    the model between forward and backward, and PEFT registers hooks for one forward only. Hooks on the layer itself are
+    ignored, since they run outside what is recomputed."""
     random_numbers, autocast = RandomState(device), autocast_again(device.type)
     modules = [(part, part.training, _hooks(part) if part is not module else None) for part in module.modules()]
 
@@ -129,11 +126,10 @@ def surroundings_again(device: torch.device, module: nn.Module) -> Again:
 
 
 class WrittenBuffers:
-    """Buffers that a layer writes while it runs (running statistics, counters).
+    """Buffers that a layer writes while it runs (running statistics, counters): which is seen in its forwards.
 
-    A recompute begins with those that its forward began with, and leaves no trace in them. Plain activation checkpointing
-    does neither (torch/utils/checkpoint.py): there a recomputed BatchNorm counts each batch twice. Which of its buffers a
-    layer writes is seen in its first forward, and noted where others are written later.
+    A recompute begins with those that its forward began with, and leaves no trace in them. With plain activation
+    checkpointing (torch/utils/checkpoint.py) a recomputed BatchNorm counts each batch twice.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -141,19 +137,16 @@ class WrittenBuffers:
         self._written: set[tuple[nn.Module, str]] | None = None
 
     @contextlib.contextmanager
-    def watched(self, before: list[BufferValues]) -> Iterator[None]:
-        """For a forward: what it writes is appended to ``before``, as it was; while it runs, what it may write."""
-        kept: BufferValues = []
-        before.append(kept)
-        present = []
-        for owner in self._owners:
-            for name, buffer in owner._buffers.items():
-                if buffer is not None:
-                    present.append((owner, name, buffer, buffer._version))
-                    is_small = buffer.nbytes <= _COPIED_UNSEEN_BYTES
-                    if is_small if self._written is None else (owner, name) in self._written:
-                        kept.append((owner, name, buffer.detach().clone()))
-        yield
+    def watched(self) -> Iterator[BufferValues]:
+        """For a forward: yields what it may write, as it was; afterwards that has only what it has written."""
+        known, buffers = self._written, [(owner, *item) for owner in self._owners for item in owner._buffers.items()]
+        present = [(owner, name, buffer, buffer._version) for owner, name, buffer in buffers if buffer is not None]
+        kept: BufferValues = [
+            (owner, name, buffer.detach().clone())
+            for owner, name, buffer, _ in present
+            if (buffer.nbytes <= _COPIED_UNSEEN_BYTES if known is None else (owner, name) in known)
+        ]
+        yield kept
         # Kernels of norms write running statistics without counting it as a write.
         written = {
             (owner, name)

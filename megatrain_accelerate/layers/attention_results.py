@@ -1,8 +1,7 @@
 """What attention computed in forward, kept for the recompute in backward: of a long sequence it is most of a layer's time.
 
-The operations alone are noted and left out when they come again; all around them is computed anew. The idea is that of
-selective recomputation (Korthikanti et al., arXiv 2205.05198) and of torch's ``create_selective_checkpoint_contexts``, which
-refuses a second backward, another choice of kernels in the recompute, and results that wait on the host.
+The operations alone are left out when they come again: selective recomputation (Korthikanti et al., arXiv 2205.05198). Torch's
+``create_selective_checkpoint_contexts`` refuses a second backward, other kernels in the recompute, and results on the host.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ def is_attention(func: Any) -> bool:
     return func.name().partition(".")[0] in _ATTENTION
 
 
-def _drops(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the operation draws random numbers: left out in a recompute, it would change those of what follows."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            value = kwargs.get("dropout_p", args[place] if place < len(args) else argument.default_value)
-            return bool(value)
-    return False
+def drop_rate(func: Any, args: Any, kwargs: Any) -> Any:
+    """The probability with which an operation drops elements; None if it has no such argument."""
+    names = [argument.name for argument in func._schema.arguments]
+    # One that is left out has its default, which is zero for all that have one.
+    rates = dict.fromkeys({"p", "dropout_p"}.intersection(names), 0.0)
+    given = {**rates, **dict(zip(names, args, strict=False)), **kwargs}
+    return given.get("dropout_p", given.get("p"))
 
 
 def require_attention_to_keep(model: nn.Module, kept_attention: int | None) -> None:
@@ -73,7 +72,17 @@ class AttentionResults:
 
     def recording(self) -> TorchDispatchMode:
         """Notes what attention gives in the body. The operations run as they do without."""
-        return AtAttention(self._record)
+
+        def record(func: Any, args: Any, kwargs: Any) -> Any:
+            result, leaving = func(*args, **kwargs), self._leaving
+            # One that draws random numbers: left out in a recompute, it would change those of what follows.
+            kept = None if drop_rate(func, args, kwargs) else _cut(result)
+            if leaving is not None:
+                kept = tree_map_only(torch.Tensor, lambda tensor: leaving.place(tensor) or tensor, kept)
+            self.results.append(None if kept is None else (func, kept))
+            return result
+
+        return AtAttention(record)
 
     def replaying(self) -> TorchDispatchMode:
         """Attention in the body, which must be the recorded one again, gives what was noted, to the bit, and doesn't run."""
@@ -87,14 +96,6 @@ class AttentionResults:
             return _cut(tree_map_only(ParcelPlace, ParcelPlace.tensor, found[1]))
 
         return AtAttention(replay)
-
-    def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result, leaving = func(*args, **kwargs), self._leaving
-        kept = None if _drops(func, args, kwargs) else _cut(result)
-        if leaving is not None:
-            kept = tree_map_only(torch.Tensor, lambda tensor: leaving.place(tensor) or tensor, kept)
-        self.results.append(None if kept is None else (func, kept))
-        return result
 
 
 class AtAttention(TorchDispatchMode):

@@ -1,18 +1,15 @@
 """Compiled layers: one ``torch.compile`` for all equal layers, and the layer's own code where that fails.
 
-Layers are equal if they run the same function on parameters of the same names, shapes and dtypes. They share one compiled
-function, whose arguments are the module and its inputs: dynamo lifts the weights bound to the module into inputs of its
-graph, so that neither the layer nor the slot matters. What else the code reads of a module (a window, a flag) is guarded,
-and layers that differ in it get graphs of their own.
+Layers that run the same function on parameters of the same names, shapes and dtypes are equal, and share a compiled function
+of module and inputs: dynamo lifts the weights bound to the module into inputs of its graph, so that neither layer nor slot
+matters. What else the code reads of a module (a window, a flag) is guarded: layers that differ in it get graphs of their own,
+and so do those that record something inside (router logits), which is returned beside the output (:mod:`.output_recorder`).
 
-What is recorded inside a layer (router logits) leaves the compiled function beside its output (:mod:`.output_recorder`);
-layers that record and layers that don't are of different kinds.
-
-What backward computes again of a compiled layer is decided where the compiler's partitioner parts forward and backward: at a
-*memory budget* of 1.0 it saves all that backward reads, at 0.0 the inputs alone, and between them it gives up first what
-costs little to compute again (``torch._functorch.config.activation_memory_budget``). Each budget has a graph of its own,
-which rounds in its own way. A layer that draws random numbers can't be recomputed like that, since the partitioner would draw
-other ones in backward: its graph saves everything, and a checkpoint runs it again.
+What backward computes again is decided where the compiler's partitioner parts forward and backward: at a *memory budget* of
+1.0 it saves all that backward reads, at 0.0 the inputs alone, and between them it gives up first what costs little to compute
+again (``torch._functorch.config.activation_memory_budget``). Each budget has a graph of its own, which rounds in its own way.
+The partitioner would draw other random numbers in backward: a graph that draws some saves everything, and a checkpoint runs
+the layer again.
 
 Batches of one length have a graph for their sizes, the fastest. Where lengths vary (:attr:`CompiledLayers.sizes_vary`), one
 graph serves all sizes from the start, so that none is made for the first batch alone.
@@ -39,6 +36,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.layers import output_recorder
+from megatrain_accelerate.layers.attention_results import drop_rate
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.nested_tensors import tensors_in
 from megatrain_accelerate.layers.output_recorder import Captures, take_handed_out
@@ -47,15 +45,15 @@ from megatrain_accelerate.layers.shared_mappings import takes_mappings
 logger = logging.getLogger(__name__)
 
 SMALLEST_LAYER_PARAMETERS = 4_000_000
-"""``auto`` compiles layers of at least this many parameters: kernels of smaller ones take less time than their launches,
-and a run on such a model may be over before the compilation has paid."""
+"""``auto`` compiles layers of at least so many: kernels of smaller ones take less time than their launches, and a run may be
+over before the compilation has paid."""
 
 MOST_KINDS = 8
 """Kinds of unequal layers that are compiled; a model in which every layer differs would compile for as many minutes."""
 
 RECOMPILE_LIMIT = 16
-"""Graphs of one kind of layers: masks, attributes, sizes of a batch. Dynamo's own limit is 8; a layer that reads what changes
-with every call (a counter) should give up before much time is lost."""
+"""Graphs of one kind of layers: masks, attributes, sizes of a batch. Dynamo's own limit is 8; a layer that reads a counter
+should give up before much time is lost."""
 
 CANDIDATES = (0.2, 0.4, 0.6, 0.8)
 """Budgets that are tried between 0.0 and 1.0; several may give one and the same graph."""
@@ -141,10 +139,8 @@ def _draws(node: torch.fx.Node) -> bool:
     operation = node.target
     if not isinstance(operation, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
-    names = [argument.name for argument in operation._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    # One that is left out has its default, which is zero for all that have one.
-    return not ({"p", "dropout_p"} & set(names)) or bool(given.get("dropout_p", given.get("p", 0.0)))
+    rate = drop_rate(operation, node.args, node.kwargs)
+    return rate is None or bool(rate)
 
 
 class CompiledLayers:
@@ -157,7 +153,10 @@ class CompiledLayers:
         self.backend: str | Callable[..., Callable[..., Any]] = "inductor"
         """What compiles dynamo's graphs: a name that dynamo knows, or a function."""
         self._kinds: dict[Any, _Kind] = {}
-        self._eager_noted: set[tuple[str, str]] = set()
+        # Once for each name and reason.
+        self._note_eager = functools.cache(
+            functools.partial(logger.warning, "megatrain: %s isn't compiled and runs as it is (%s)")
+        )
         self.is_optional = self._is_on and wanted == "auto"
         """Whether the plan may do without."""
         self.pays: bool | None = None
@@ -165,7 +164,6 @@ class CompiledLayers:
         self.sizes_vary = False
         """Whether inputs of layers have other sizes in other batches: set by the plan before a batch runs."""
         self.compilations = 0
-        """Graphs compiled so far."""
 
     @property
     def may_compile(self) -> bool:
@@ -218,8 +216,9 @@ class CompiledLayers:
         kind = self._kind_of(layer, captures, memory_budget)
         if kind is None or takes_mappings(args, kwargs):
             return layer.run(args, kwargs)
-        if kind.sizes_vary:
-            _mark_sizes(args, kwargs)
+        for tensor in tensors_in((args, kwargs)) if kind.sizes_vary else ():
+            # Those that the layer's code ties to its weights are fixed again; a size of 1 or 0 always is.
+            torch._dynamo.maybe_mark_dynamic(tensor, [index for index, size in enumerate(tensor.shape) if size > 1])
         try:
             with _run_settings(), captures.replaced():
                 output, recorded = kind.function(layer.module, args, kwargs)
@@ -254,11 +253,6 @@ class CompiledLayers:
                 return None
             kind = self._kinds[key] = _Kind(forward, name, memory_budget, self.sizes_vary, self._compile)
         return None if kind.gave_up else kind
-
-    def _note_eager(self, name: str, reason: str) -> None:
-        if (name, reason) not in self._eager_noted:
-            self._eager_noted.add((name, reason))
-            logger.warning("megatrain: %s isn't compiled and runs as it is (%s)", name, reason)
 
     def _compile(self, kind: _Kind, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
         """Dynamo's backend: forward and backward of one graph, so that neither can fail later."""
@@ -298,13 +292,6 @@ class CompiledLayers:
         with torch._functorch.config.patch(settings):
             compiled: Callable[..., Any] = torch._dynamo.lookup_backend(self.backend)(graph, inputs, **options)
         return compiled
-
-
-def _mark_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Has dynamo take the sizes of tensors for variable ones. Those that the layer's code ties to its weights are fixed again;
-    a size of 1 or 0 always is."""
-    for tensor in tensors_in((args, kwargs)):
-        torch._dynamo.maybe_mark_dynamic(tensor, [index for index, size in enumerate(tensor.shape) if size > 1])
 
 
 def _pad_keys(graph: torch.fx.GraphModule) -> None:
@@ -433,13 +420,11 @@ def _concrete(value: Any) -> Any:
 
 def _costs(node: torch.fx.Node) -> float:
     formula: Callable[..., Any] | None = flop_registry.get(getattr(node.target, "_overloadpacket", None))
-    if formula is None:
-        return float(_bytes(node))
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: _concrete(argument.meta.get("val")))
-    try:
-        return float(formula(*args, **kwargs, out_val=_concrete(node.meta["val"]))) / _FLOPS_PER_BYTE
-    except Exception:  # grouped-query attention, which torch's formula refuses
-        return float(_bytes(node))
+    if formula is not None:
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: _concrete(argument.meta.get("val")))
+        with contextlib.suppress(Exception):  # grouped-query attention, which torch's formula refuses
+            return float(formula(*args, **kwargs, out_val=_concrete(node.meta["val"]))) / _FLOPS_PER_BYTE
+    return float(_bytes(node))
 
 
 def _missing_in_torch() -> str | None:
@@ -480,11 +465,7 @@ def without_autocast_cache() -> Iterator[None]:
 
 def without_saving() -> saved_tensors_hooks:
     """Autograd saves nothing of what the body computes: for a graph that is dropped at once."""
-    return saved_tensors_hooks(_forget, _remember)
-
-
-def _forget(_: Any) -> Any:
-    return None
+    return saved_tensors_hooks(lambda _: None, _remember)
 
 
 def _remember(_: Any) -> Any:

@@ -5,14 +5,14 @@ pairs, as tokens with one choice each, so that whatever implementation the model
 experts. Each row's result goes to its pair's place, and a token's K rows are added up at the end: no sum depends on how many
 parts there are, and nothing is added by atomics.
 
-In backward each part is fetched again and computed again, like a layer. A recomputed layer doesn't run its experts twice in
-between: what they gave in forward, as large as the hidden states, waits with the layer's inputs, and so does the order of the
-pairs (:class:`ExpertResults`). The parts have slots of their own, which are filled in the order of the calls
-(:class:`ExpertStreams`).
+In backward each part is fetched and computed again, like a layer. A recomputed layer doesn't run its experts twice in between:
+what they gave in forward, as large as the hidden states, and the order of the pairs wait with its inputs
+(:class:`ExpertResults`). The parts' own slots are filled in the order of the calls (:class:`ExpertStreams`).
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -35,11 +35,7 @@ from megatrain_accelerate.transfer.meter import named_range
 from megatrain_accelerate.transfer.prefetch import Prefetcher
 
 _FULLEST_PART = 1.25
-"""Of its even share of the pairs, what one part is supposed to get where memory is predicted without data: routers are never
-quite even, least of all at the beginning."""
-
-Places = list[tuple[Tape, int]]
-"""Where on the tape of a forward each part of a layer's experts was called, in order."""
+"""What one part is supposed to get of its even share of the pairs, where there are no data: routers are never quite even."""
 
 
 class ExpertStreams:
@@ -63,40 +59,25 @@ class ExpertStreams:
         runs_dry: Callable[[], bool],
         layers: CallOrder,
     ) -> None:
-        self.anchor = anchor
-        self.runs_dry = runs_dry
-        self._slots = slots
-        self.offloader = offloader
+        self.anchor, self.runs_dry, self.offloader, self._slots = anchor, runs_dry, offloader, slots
         parts = [part for whole in experts for part in whole.parts]
-        self._prefetcher = Prefetcher(parts, slots, offloader.streams, offloader.meter)
-        self._order = CallOrder(len(parts), leader=layers)
-
-    def close(self) -> None:
-        """Gives up all slots. Nothing may be fetched afterwards."""
-        self._prefetcher.close()
-
-    @property
-    def slot_bytes(self) -> int:
-        return self._prefetcher.device_bytes
-
-    def record(self, experts: StreamedExperts) -> Places:
-        """Notes a forward call of a layer's experts."""
-        return [self._order.record(part.index) for part in experts.parts]
+        self.prefetcher = Prefetcher(parts, slots, offloader.streams, offloader.meter)
+        self.order = CallOrder(len(parts), leader=layers)
 
     @contextlib.contextmanager
     def fetched(self, part: ExpertPart, upcoming: Sequence[int], layout_of: ExpertPart) -> Iterator[list[torch.Tensor]]:
         """A part's weights are on the device while the body issues its kernels; yields them as those of ``layout_of``."""
-        slot = self._prefetcher.acquire(part, upcoming)
+        slot = self.prefetcher.acquire(part, upcoming)
         try:
             yield slot.views(layout_of.unit.layout)
         finally:
-            self._prefetcher.release(slot)
+            self.prefetcher.release(slot)
 
     def upcoming(self, place: tuple[Tape, int], in_backward: bool, backward_follows: bool) -> Sequence[int]:
         """The parts that are expected after that of the call at ``place``."""
         if in_backward:
-            return self._order.after_backward(*place, self._slots, not self.offloader.gradients_complete())
-        return self._order.after_forward(*place, self._slots, backward_follows)
+            return self.order.after_backward(*place, self._slots, not self.offloader.gradients_complete())
+        return self.order.after_forward(*place, self._slots, backward_follows)
 
 
 def shown_instead(experts: StreamedExperts) -> list[torch.Tensor] | None:
@@ -146,7 +127,11 @@ class Routing(NamedTuple):
         """
         sorted_S, order_S = torch.sort(index_TK.reshape(-1), stable=True)
         if isinstance(index_TK, FakeTensor) or index_TK.is_meta:
-            bounds = _supposed_bounds(order_S.numel(), experts)
+            # The first has more than its share, and the others the rest as evenly as they can.
+            pairs, first = order_S.numel(), experts.parts[0].experts.experts
+            fuller, others = min(pairs, int(_FULLEST_PART * pairs * first / experts.count)), experts.count - first
+            ends = [fuller + (pairs - fuller) * (part.experts.last - first) // others for part in experts.parts[:-1]]
+            bounds = [0, *ends, pairs]
         else:
             bounds = torch.searchsorted(sorted_S, experts.begins(index_TK.device).to(sorted_S.dtype)).tolist()
         return cls(index_TK.shape[0], index_TK.shape[1], order_S, sorted_S, tuple(bounds))
@@ -171,15 +156,6 @@ class Routing(NamedTuple):
         return pairs_SD.view(self.tokens, self.choices, *pairs_SD.shape[1:]).sum(dim=1)
 
 
-def _supposed_bounds(pairs: int, experts: StreamedExperts) -> list[int]:
-    """Where each part begins if the first has more pairs than its share, and the others the rest as evenly as they can."""
-    first = experts.parts[0].experts.experts
-    fuller = min(pairs, int(_FULLEST_PART * pairs * first / experts.count))
-    others = experts.count - first
-    ends = [fuller + (pairs - fuller) * (part.experts.last - first) // others if others else pairs for part in experts.parts]
-    return [0, *ends]
-
-
 _Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Hidden states (T, D) and the weights of the choices (T, K)."""
 
@@ -190,8 +166,9 @@ class _Result(NamedTuple):
     output_TD: torch.Tensor | None
     """None, as the routing is, where it isn't kept."""
     routing: Routing | None
-    places: Places
-    version: int
+    places: list[tuple[Tape, int]]
+    """Where on the tape of a forward each part was called, in order."""
+    version: int | None
 
 
 class ExpertResults:
@@ -202,20 +179,17 @@ class ExpertResults:
     """
 
     def __init__(self, keeps: bool = True, is_last: bool = True) -> None:
-        self.keeps = keeps
-        self.is_last = is_last
-        self.replays = False
-        self._results: dict[StreamedExperts, list[_Result]] = {}
+        self.keeps, self.is_last, self.replays = keeps, is_last, False
+        self._results = collections.defaultdict[StreamedExperts, list[_Result]](list)
         """Of each call in forward."""
-        self._calls: dict[StreamedExperts, int] = {}
+        self._calls = collections.Counter[StreamedExperts]()
 
     @contextlib.contextmanager
     def at_work(self, layer: StreamedLayer, replays: bool) -> Iterator[None]:
         """The layer runs in the body: for the first time, or, with ``replays``, again."""
         self.replays = replays
-        for experts in layer.experts:
-            self._calls[experts] = 0
-            _at_work[experts] = self
+        self._calls.clear()
+        _at_work.update(dict.fromkeys(layer.experts, self))
         try:
             yield
         finally:
@@ -226,10 +200,10 @@ class ExpertResults:
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in tensors_in(list(self._results.values())))
 
-    def note(self, experts: StreamedExperts, output_TD: torch.Tensor, routing: Routing, places: Places, version: int) -> None:
-        """The next call in forward gave this; whoever gets the original may write to it."""
-        result = _Result(output_TD.clone() if self.keeps else None, routing if self.keeps else None, places, version)
-        self._results.setdefault(experts, []).append(result)
+    def note(self, call: _Call, output_TD: torch.Tensor) -> None:
+        """That call, the next one in forward, gave this; whoever gets the original may write to it."""
+        output, routing = (output_TD.clone(), call.routing) if self.keeps else (None, None)
+        self._results[call.experts].append(_Result(output, routing, call.places, call.version))
 
     def begin(self, experts: StreamedExperts) -> tuple[int, _Result | None]:
         """A call of these experts begins: its number in this run, and where that replays, the result of forward's.
@@ -240,7 +214,7 @@ class ExpertResults:
         self._calls[experts] += 1
         if not self.replays:
             return number, None
-        results = self._results.get(experts, [])
+        results = self._results[experts]
         if number >= len(results):
             raise StateError(
                 f"experts {experts.name} are called {number + 1} times or more when their layer is computed again, and were "
@@ -265,7 +239,7 @@ class _Call:
     def __init__(
         self, streams: ExpertStreams, experts: StreamedExperts, index_TK: torch.Tensor, results: ExpertResults | None
     ) -> None:
-        self.experts = experts
+        self.experts, self._streams, self._results = experts, streams, results
         self._shown = shown_instead(experts)
         self._streams_parts = self._shown is None and not streams.runs_dry()
         """Whether the call is one of a step or an evaluation, and not a trial."""
@@ -275,9 +249,7 @@ class _Call:
         self.routing = routing or Routing.of(experts, index_TK)
         self.version: int | None = None
         self.is_last = number == 0 and (results is None or results.is_last)
-        self.places: Places = []
-        self._results = results
-        self._streams = streams
+        self.places: list[tuple[Tape, int]] = []
         self.autocast = autocast_again(index_TK.device.type)  # forward's, for backward
 
     def forward(self, inputs: _Inputs, needs: Sequence[bool] | None) -> torch.Tensor:
@@ -288,13 +260,13 @@ class _Call:
             if found.output_TD is not None:
                 return found.output_TD
         elif self._streams_parts:
-            self.places = self._streams.record(self.experts)
+            self.places = [self._streams.order.record(part.index) for part in self.experts.parts]
         output_TD = self._compute(inputs, needs)
         if found is None:
             # Not before: the first fetch takes over what somebody wrote.
             self.version = self.experts.unit.version
             if self._results is not None:
-                self._results.note(self.experts, output_TD, self.routing, self.places, self.version)
+                self._results.note(self, output_TD)
         return output_TD
 
     def _weights(

@@ -24,26 +24,21 @@ from torch.utils.checkpoint import checkpoint
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.call_gradients import Backward, GradientSums
 from megatrain_accelerate.gradients.offload import GradientOffloader
+from megatrain_accelerate.hooks import weakly
 from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.ambient_state import BufferValues, RandomState, buffers_as_before, surroundings_again
 from megatrain_accelerate.layers.attention_results import AttentionResults
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers, without_autocast_cache
 from megatrain_accelerate.layers.expert_function import ExpertResults
 from megatrain_accelerate.layers.layer import StreamedLayer
-from megatrain_accelerate.layers.micro_batches import BatchCut, BatchSplit, require_same_structure
+from megatrain_accelerate.layers.micro_batches import BatchCut, BatchSplit
 from megatrain_accelerate.layers.nested_tensors import map_tensors, taken_apart
 from megatrain_accelerate.layers.output_recorder import Captures
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.policy import ActivationPolicy
 from megatrain_accelerate.layers.saved_tensors import SavedTensors
-from megatrain_accelerate.layers.shared_mappings import (
-    SharedMappings,
-    no_writes_into,
-    no_writes_to,
-    run_with_mappings,
-    takes_mappings,
-)
-from megatrain_accelerate.layers.whole_recompute import WholeRun
+from megatrain_accelerate.layers.shared_mappings import no_writes_into, no_writes_to
+from megatrain_accelerate.layers.whole_recompute import run_whole
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader, Recording, inputs_offloaded
 from megatrain_accelerate.transfer.call_order import Tape
 from megatrain_accelerate.transfer.meter import named_range
@@ -81,7 +76,6 @@ class GraphCall:
     them itself, so that it goes when the graph goes.
 
     Args:
-        calls, layer: of the engine.
         tape, position: the call on its forward pass.
         piece, pieces: the number of this piece of the call, in forward order, and how many there are: 0 and 1 if it is whole.
         is_whole: whether the layer has to be run again as a whole (:mod:`.whole_recompute`).
@@ -90,10 +84,8 @@ class GraphCall:
     def __init__(
         self, calls: GraphCalls, layer: StreamedLayer, tape: Tape, position: int, piece: int, pieces: int, is_whole: bool
     ) -> None:
-        self.calls, self.layer = calls, layer
-        self.tape, self.position = tape, position
-        self.piece, self.pieces = piece, pieces
-        self.is_whole = is_whole
+        self.calls, self.layer, self.is_whole = calls, layer, is_whole
+        self.tape, self.position, self.piece, self.pieces = tape, position, piece, pieces
         self.open_forward = tape.open_forward()
         self.state = CallState.FORWARD
         self.task = -1
@@ -106,7 +98,6 @@ class GraphCall:
         """Whether something of the forward besides the leaves still refers to the slot: its backward would read another
         layer's weights there. A function of the user's own does that which keeps a weight in an attribute of its context."""
         self._running_slot: WeightSlot | None = None
-        """The slot in which it runs forward."""
         self._captures: Captures | None = None
         """What it hands out if it runs compiled; None for a layer's own code."""
         self._trained = layer.trained_now()
@@ -135,11 +126,7 @@ class GraphCall:
             # Attention inside a compiled graph isn't seen.
             if layer.index not in calls.policy.attention_kept:
                 self._captures = calls.compiled.wants(layer)
-            with (
-                named_range(f"megatrain::forward ({layer.name})"),
-                slot.read_by(self),
-                without_autocast_cache(),
-            ):
+            with named_range(f"megatrain::forward ({layer.name})"), slot.read_by(self), without_autocast_cache():
                 output = self._run_by_policy(weights, args, kwargs)
                 output = map_tensors(functools.partial(self._handed_out, watched=watched), output)
             del weights
@@ -159,20 +146,19 @@ class GraphCall:
             # A leaf lives on, and hooks on it would pile up. The gradients of all pieces are known at once.
             through = tensor.view_as(tensor) if tensor.is_leaf or self.pieces > 1 else tensor
             # Weakly: the graph below the layer may live longer than the layer's own.
-            through.register_hook(functools.partial(_call_if_alive, GraphCall.all_issued, weakref.ref(self)))
+            through.register_hook(weakly(self.all_issued))
             watched[id(tensor)] = watched[id(through)] = through
         return watched[id(tensor)]
 
     def _take_leaves(self, weights: list[torch.Tensor], is_watched: bool) -> None:
         """Notes whose gradients are to come; if ``is_watched``, no input will tell that the layer's backward is over."""
-        arrived = functools.partial(_call_if_alive, GraphCall.leaf_arrived, weakref.ref(self))
         for row, place in enumerate(self.layer.trainable_places):
             weight = weights[place]
             if weight.requires_grad:
                 self._leaves.append((row, weakref.ref(weight)))
                 weight._megatrain_call = self  # type: ignore[attr-defined]
                 if is_watched:
-                    weight.register_post_accumulate_grad_hook(arrived)
+                    weight.register_post_accumulate_grad_hook(weakly(self.leaf_arrived))
 
     def _leaves_in(self, slot: WeightSlot) -> list[torch.Tensor]:
         """The layer's weights in the slot, in entry order, as leaves; each with a version of its own (``data``)."""
@@ -182,22 +168,21 @@ class GraphCall:
     def _run_by_policy(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
         calls.activations.run_begins()
-        is_offloaded = not self.is_whole and layer.index in policy.offloaded
         is_recomputed = self.is_whole or policy.is_recomputed(layer.index)
         # Where inputs make room, results as large mustn't take it.
         keeps_results = is_recomputed and not policy.offloads_inputs(layer.index)
         self._expert_results = ExpertResults(keeps_results, is_last=self.piece == 0)
-        captures = self._captures if is_recomputed and not self.is_whole else None
-        low, high = policy.budgets
-        by_compiler = captures is not None and calls.compiled.recomputes(layer, captures, low)
-        if is_recomputed and not by_compiler:
-            return self._run_to_recompute(weights, args, kwargs)
+        budget = policy.budgets[0 if is_recomputed else 1]
+        if is_recomputed:
+            captures = None if self.is_whole else self._captures
+            if captures is None or not calls.compiled.recomputes(layer, captures, budget):
+                return self._run_to_recompute(weights, args, kwargs)
         offloaded = None
-        if is_offloaded:
+        if layer.index in policy.offloaded:
             inputs, _ = taken_apart((args, kwargs))
             offloaded = calls.activations.record(layer.name, [*layer.module.buffers(), *inputs])
         with layer.bound(weights), calls.saving(offloaded):
-            output = self._run_layer(args, kwargs, memory_budget=low if by_compiler else high)
+            output = self._run_layer(args, kwargs, memory_budget=budget)
         if offloaded is not None:
             calls.activations.send(offloaded, self.tape, self.position, self.piece)
         return output
@@ -208,18 +193,15 @@ class GraphCall:
         layer = self.layer
         if self._captures is not None:
             return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget)
-        at_work = self._expert_results.at_work(layer, replays=is_recompute) if layer.experts else contextlib.nullcontext()
-        with at_work, layer.tiles.at_work(args, kwargs):
-            if takes_mappings(args, kwargs):
-                return run_with_mappings(layer.forward, args, kwargs)
-            return layer.forward(*args, **kwargs)
+        with self._expert_results.at_work(layer, replays=is_recompute) if layer.experts else contextlib.nullcontext():
+            return layer.run(args, kwargs)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
         as_in_forward = surroundings_again(calls.device, layer.module)
         # A checkpoint is given the tensors one by one.
         tensors, arguments = taken_apart((args, kwargs))
-        before: list[BufferValues] = []
+        before: BufferValues = []
         # What the first run binds; nobody holds it afterwards but the graph.
         first: list[list[torch.Tensor]] = [weights]
         recording: _Context = contextlib.nullcontext
@@ -236,9 +218,10 @@ class GraphCall:
         budget = 1.0 if self.is_whole else 0.0
 
         def body(*given: torch.Tensor) -> Any:
+            nonlocal before
             args, kwargs = arguments(given)
             if first:
-                with layer.bound(first.pop()), saving(), layer.buffers.watched(before), recording():
+                with layer.bound(first.pop()), saving(), layer.buffers.watched() as before, recording():
                     return self._run_layer(args, kwargs, memory_budget=budget)
             with (
                 self.pinned() as slot,
@@ -247,7 +230,7 @@ class GraphCall:
                 layer.bound(slot.leaves if self.is_whole else self._leaves_in(slot)),
                 as_in_forward(),
                 saving(),
-                buffers_as_before(before[0]),
+                buffers_as_before(before),
                 named_range(f"megatrain::recompute ({layer.name})"),
                 replaying(),
                 unrecorded(),
@@ -257,7 +240,7 @@ class GraphCall:
         with no_writes_into(args, kwargs, layer.name), no_writes_to(tensors, layer.name):
             # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
             if self.is_whole:
-                output = WholeRun(layer, body, calls.anchor, self.pinned, self.all_issued).output(tensors)
+                output = run_whole(self, body, tensors)
             else:
                 output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
         if leaving is not None:
@@ -286,7 +269,7 @@ class GraphCall:
             return
         if self.task != -1:
             # Another backward comes: one within the one before, or that one has failed.
-            found, backward = self._take_gradients(), self.calls.backwards.get(self.task)
+            found, backward = self.take_gradients(), self.calls.backwards.get(self.task)
             if found and backward is not None:
                 backward.take(self, found, is_complete=False)
             self.forget()
@@ -334,13 +317,10 @@ class GraphCall:
 
     def _is_complete(self) -> bool:
         """Whether all leaves that the graph still holds have their gradients: autograd brings each at once."""
-        for _, found in self._leaves:
-            leaf = found()
-            if leaf is not None and leaf.grad is None:
-                return False
-        return True
+        leaves = [found() for _, found in self._leaves]
+        return all(leaf is None or leaf.grad is not None for leaf in leaves)
 
-    def all_issued(self) -> None:
+    def all_issued(self, *_: torch.Tensor) -> None:
         """All of the layer's backward has been issued, as far as a hook can tell."""
         if self.state is CallState.FORWARD:
             return
@@ -353,16 +333,18 @@ class GraphCall:
         if self.piece == 0:  # the last one in backward
             self.calls.prefetcher.end_lease(self.layer.index)
 
-    def leaf_arrived(self) -> None:
+    def leaf_arrived(self, _: torch.Tensor) -> None:
         """A leaf has its gradient, of a call whose inputs have none."""
         if self.state is not CallState.FORWARD:
             self._begin()
             if self._is_complete():
                 self.all_issued()
 
-    def finish(self) -> None:
-        """The backward is over: gradients of which no input told go too."""
-        if self.state is CallState.BACKWARD:
+    def end(self, succeeded: bool) -> None:
+        """The backward is over: gradients of which no input told go too, or count for nothing."""
+        if not succeeded:
+            self.take_gradients()
+        elif self.state is CallState.BACKWARD:
             self._deliver_gradients(is_complete=False)
         self.forget()
 
@@ -373,12 +355,7 @@ class GraphCall:
         if self.state is not CallState.WAITING:
             self.move_to(CallState.WAITING)
 
-    def discard(self) -> None:
-        """Gradients that a backward left which didn't end count for nothing."""
-        self._take_gradients()
-        self.forget()
-
-    def _take_gradients(self) -> dict[int, torch.Tensor]:
+    def take_gradients(self) -> dict[int, torch.Tensor]:
         taken: dict[int, torch.Tensor] = {}
         leaves = [(row, found()) for row, found in self._leaves]
         slot = self.calls.prefetcher.leases.get(self.layer.index)
@@ -386,15 +363,14 @@ class GraphCall:
             # Of a checkpoint inside the layer that runs a backward of its own.
             leaves += enumerate([slot.leaves[place] for place in self.layer.trainable_places])
         for row, leaf in leaves:
-            if leaf is None or leaf.grad is None:
-                continue
-            gradient, leaf.grad = leaf.grad, None
-            taken[row] = taken[row] + gradient if row in taken else gradient
+            if leaf is not None and leaf.grad is not None:
+                gradient, leaf.grad = leaf.grad, None
+                taken[row] = taken[row] + gradient if row in taken else gradient
         return taken
 
     def _deliver_gradients(self, is_complete: bool) -> None:
         """Hands over what there is of its gradients; ``is_complete``: no more will come."""
-        taken = self._take_gradients()
+        taken = self.take_gradients()
         if any(gradient.requires_grad for gradient in taken.values()):
             raise UnsupportedError(
                 f"layer {self.layer.name}: a backward with create_graph=True gives its parameters gradients that can be "
@@ -402,17 +378,6 @@ class GraphCall:
                 "or outputs of layers instead"
             )
         self.calls.backwards[self.task].take(self, taken, is_complete)
-
-    def settle(self) -> None:
-        """Sends gradients that no hook has told of: of a tensor, say, that depends on weights alone and wasn't returned."""
-        if self.state is CallState.WAITING and (found := self._take_gradients()):
-            self.calls.offloader.offload(self.layer, found)
-
-
-def _call_if_alive(method: Callable[[GraphCall], None], call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
-    """A hook of a tensor."""
-    if (found := call()) is not None:
-        method(found)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -455,19 +420,18 @@ class GraphCalls:
     def run(self, layer: StreamedLayer, tape: Tape, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a layer so that its graph can be differentiated.
 
-        Where the first call finds that the graph still refers to the slot, the layer is run again as a whole in
-        backward, and random numbers, buffers and what is recorded are put back before the call is run in that way.
+        Where the first call finds that the graph still refers to the slot, random numbers, buffers and what is recorded are
+        put back, and the call is run again as one that backward runs as a whole.
         """
-        shared = SharedMappings(args, kwargs)
-        run = functools.partial(self._run, layer, tape, position, shared.args, shared.kwargs)
+        run = functools.partial(self._run, layer, tape, position, args, kwargs)
         if layer.index in self._tried:
-            return shared.take_back(run()[0])
-        random_numbers, buffers = RandomState(self.device), list[BufferValues]()
-        with layer.buffers.watched(buffers), output_recorder.apart() as recorded:
+            return run()[0]
+        random_numbers = RandomState(self.device)
+        with layer.buffers.watched() as buffers, output_recorder.apart() as recorded:
             output, calls = run()
         if any(call.holds_weights for call in calls):
             random_numbers.put_back()
-            for owner, name, value in buffers[0]:
+            for owner, name, value in buffers:
                 owner._buffers[name] = value
             del output, recorded  # with the first run's graph
             self._whole.add(layer.index)
@@ -475,7 +439,7 @@ class GraphCalls:
         else:
             output_recorder.enter(recorded)
         self._tried.add(layer.index)
-        return shared.take_back(output)
+        return output
 
     def _run(
         self, layer: StreamedLayer, tape: Tape, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -515,7 +479,11 @@ class GraphCalls:
             tensors, put_together = taken_apart((output, recorded))
             rest = put_together([None] * len(tensors))
             first = first or rest
-            require_same_structure(name, first, rest)
+            if first != rest:
+                raise UnsupportedError(
+                    f"layer {name} returns other things for other pieces of a batch, which can't be joined; leave "
+                    "megatrain_config.micro_batch_size unset"
+                )
             pieces.append(tensors)
         outputs, _ = taken_apart(output)
         output, recorded = put_together(split.joined(name, pieces, outputs=len(outputs)))
@@ -524,22 +492,19 @@ class GraphCalls:
 
     # ------------------------------------------------------------------ backward
 
-    def finish(self, task: int) -> None:
-        """A backward is over: gradients for which no hook was called go too."""
+    def end(self, task: int, succeeded: bool) -> None:
+        """A backward is over: gradients for which no hook was called go too. What one left that failed counts for nothing."""
         if task in self.backwards:
             for call in self.backwards[task].calls:
                 if call.task == task:
-                    call.finish()
-            self.backwards.pop(task).finish()
-
-    def fail(self, task: int) -> None:
-        """A backward has failed: what it left counts for nothing."""
-        if task in self.backwards:
-            for call in self.backwards.pop(task).calls:
-                if call.task == task:
-                    call.discard()
+                    call.end(succeeded)
+            backward = self.backwards.pop(task)
+            if succeeded:
+                backward.finish()
 
     def settle(self) -> None:
-        """Before gradients are read as a whole: takes those of which no hook has told."""
+        """Before gradients are read as a whole: sends those of which no hook has told: of a tensor, say, that depends on
+        weights alone and wasn't returned."""
         for call in list(self._alive):
-            call.settle()
+            if call.state is CallState.WAITING and (found := call.take_gradients()):
+                self.offloader.offload(call.layer, found)

@@ -1,7 +1,6 @@
 """A streamed layer: a module of the user's model whose weights live in a host unit; and experts of it that stream in parts.
 
-The store keeps the experts' parameters as they are, contiguous tensors of dimensions (experts, ...): a part is a range of
-each, which is fetched, computed and given back for itself.
+A part is a range of the experts' parameters (experts, ...), which is fetched, computed and given back for itself.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from megatrain_accelerate.transfer.meter import UpdateGate
 class StreamedLayer:
     """A layer (streaming unit) of the model: its module, the host unit of its parameters, and how weights are bound to it.
 
-    Args:
-        index: position among the model's layers, in discovery order.
-        name, module: the layer itself, which stays in the model and keeps its attributes, buffers and children.
+    ``index`` is its position among the model's layers, in discovery order. The module stays in the model and keeps its
+    attributes, buffers and children.
     """
 
     kind = "layer"
@@ -63,12 +61,11 @@ class StreamedLayer:
         """Where in the module each weight stands: its owner's parameters and buffers, the attribute, the place in the unit."""
         self._adopted = [parameters[attribute] for parameters, _, attribute, _ in self.bindings]
         self._handles = [state.handle for state in unit.states]
-        self._frozen = [state for state in unit.states if not state.entry.spec.trainable]
 
     def release(self) -> None:
         """Forgets the parameters' places in the unit's memory, which has been given back."""
-        for held in (self.trainable, self._frozen, self._handles):
-            held.clear()
+        self.trainable.clear()
+        self._handles.clear()
 
     def leave_to(self, experts: StreamedExperts) -> None:
         """Parameters of the layer that aren't in its unit are in that of these experts."""
@@ -87,7 +84,7 @@ class StreamedLayer:
         return sum(part.unit.layout.parameter_count for part in (self, *self.experts))
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the layer's own forward with the weights that are bound to it; see :class:`SharedMappings`."""
+        """Calls the layer's own forward with the weights that are bound to it; see :func:`run_with_mappings`."""
         with self.tiles.at_work(args, kwargs):
             return run_with_mappings(self.forward, args, kwargs)
 
@@ -134,8 +131,8 @@ class StreamedLayer:
                 )
             for experts in self.experts:
                 experts.refuse_unfrozen()
-            for state in self._frozen:
-                if state.parameter.requires_grad:
+            for state in self.unit.states:
+                if state.parameter.requires_grad and not state.entry.spec.trainable:
                     raise StateError(
                         f"parameter {self.name}.{state.name} was unfrozen after the model was prepared and has no place for a "
                         "gradient; call the prepared model itself and not a part of it (it is adopted anew then), or prepare "

@@ -35,7 +35,6 @@ class BatchCut:
         """Samples of a piece by the plan's choice, fewer than are asked for; a batch that can't be cut stays whole."""
         self._rows: frozenset[int] = frozenset()
         self._cut_before: dict[tuple[str, str], bool] = {}
-        self._looked_through: set[str] = set()
 
     @property
     def size(self) -> int | None:
@@ -63,14 +62,11 @@ class BatchCut:
                 f"its hidden states have shape {shape}, and the tensors that the model was called with have {rows} rows, so "
                 "that either dimension may be the batch, in the first batch that is to be cut",
             )
-        if layer.name not in self._looked_through:
-            for name, module in layer.module.named_modules():
-                if getattr(module, "batch_first", True) is False:
-                    what = name or type(module).__name__
-                    raise _cannot(layer.name, f"its {what} has batch_first=False, and takes tokens first")
-            self._looked_through.add(layer.name)
-        for name, norm in batch_norms(layer.module):
-            if norm.training:
+        for name, module in layer.module.named_modules():
+            if getattr(module, "batch_first", True) is False:
+                what = name or type(module).__name__
+                raise _cannot(layer.name, f"its {what} has batch_first=False, and takes tokens first")
+            if isinstance(module, _BatchNorm) and module.training:
                 raise _cannot(layer.name, f"its {name} takes statistics of the whole batch")
 
     def is_cut(self, layer: StreamedLayer, path: str, tensor: torch.Tensor, hidden: torch.Tensor) -> bool:
@@ -138,33 +134,19 @@ class BatchSplit:
         found = next(((path, leaf) for path, leaf in tensors if leaf.is_floating_point() and leaf.dim() >= 2), None)
         if found is None or found[1].shape[0] <= cut.size:
             return _WHOLE
+        batch = found[1].shape[0]
         try:
-            return cls._of_batch(layer, paths, *found, tensors, cut)
+            cut.require_samples(layer, *found)
+            for at, leaf in paths:
+                held = () if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", {}).values()
+                if any(isinstance(item, torch.Tensor) for item in held):
+                    raise _cannot(layer.name, f"argument {keystr(at)} is a {type(leaf).__name__}, whose tensors can't be cut")
+            is_split = tuple(cut.is_cut(layer, name, leaf, found[1]) for name, leaf in tensors)
         except UnsupportedError:
-            if cut.asked is not None and found[1].shape[0] > cut.asked:
+            if cut.asked is not None and batch > cut.asked:
                 raise
             return _WHOLE
-
-    @classmethod
-    def _of_batch(
-        cls,
-        layer: StreamedLayer,
-        paths: Sequence[tuple[Any, Any]],
-        path: str,
-        hidden: torch.Tensor,
-        tensors: Sequence[tuple[str, torch.Tensor]],
-        cut: BatchCut,
-    ) -> BatchSplit:
-        assert cut.size is not None
-        batch = hidden.shape[0]
-        cut.require_samples(layer, path, hidden)
-        for at, leaf in paths:
-            held = () if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", {}).values()
-            if any(isinstance(item, torch.Tensor) for item in held):
-                raise _cannot(layer.name, f"argument {keystr(at)} is a {type(leaf).__name__}, whose tensors can't be cut")
-        is_split = tuple(cut.is_cut(layer, name, leaf, hidden) for name, leaf in tensors)
-        sizes = tuple(min(cut.size, batch - begin) for begin in range(0, batch, cut.size))
-        return cls(sizes, is_split)
+        return cls(tuple(min(cut.size, batch - begin) for begin in range(0, batch, cut.size)), is_split)
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The arguments of each piece, in autograd's graph; a tensor that is passed twice stays one."""
@@ -184,13 +166,7 @@ class BatchSplit:
 
     def first_piece(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments with the tensors of the first piece, which no other is larger than."""
-        if not self.sizes:
-            return args, kwargs
-        tensors, put_together = taken_apart((args, kwargs))
-        pairs = zip(tensors, self.is_split, strict=True)
-        made: tuple[tuple[Any, ...], dict[str, Any]]
-        made = put_together([tensor[: self.sizes[0]] if is_split else tensor for tensor, is_split in pairs])
-        return made
+        return self.arguments(args, kwargs)[0] if self.sizes else (args, kwargs)
 
     def whole(self, layer: str, made: tuple[Any, Any]) -> Any:
         """What a call returns and records, as zeros, from that of its first piece. Raises as :meth:`joined`."""
@@ -218,15 +194,6 @@ class BatchSplit:
 
 
 _WHOLE = BatchSplit((), ())
-
-
-def require_same_structure(layer: str, first: Any, piece: Any) -> None:
-    """Raises an UnsupportedError if what two pieces return besides tensors can't be joined."""
-    if first != piece:
-        raise UnsupportedError(
-            f"layer {layer} returns other things for other pieces of a batch, which can't be joined; leave "
-            "megatrain_config.micro_batch_size unset"
-        )
 
 
 class _Shared(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -30,15 +31,12 @@ def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[typ
     if not is_dict and not hasattr(type(value), "__dataclass_fields__"):
         return value
     held = value if is_dict else {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    found = {key: map_tensors(change, item, kind) for key, item in held.items()}
-    changed = {key: item for key, item in found.items() if item is not held[key]}
+    changed = {key: new for key, item in held.items() if (new := map_tensors(change, item, kind)) is not item}
     if changed:
         value = copy.copy(value)
+        put = value.__setitem__ if is_dict else functools.partial(object.__setattr__, value)
         for key, item in changed.items():
-            if is_dict:
-                value[key] = item
-            else:
-                object.__setattr__(value, key, item)
+            put(key, item)
     return value
 
 
@@ -60,21 +58,12 @@ def taken_apart(value: Any) -> tuple[list[torch.Tensor], Callable[[Any], Any]]:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of a tree (:mod:`torch.utils._pytree`), in order."""
-    found: list[torch.Tensor] = []
-    _collect(tree, found)
-    return found
-
-
-def _collect(tree: Any, found: list[torch.Tensor]) -> None:
     # Every operation of a run without data comes here, and torch's own walk takes several times as long.
     kind = type(tree)
     if isinstance(tree, torch.Tensor):
-        found.append(tree)
-    elif kind is tuple or kind is list:
-        for item in tree:
-            _collect(item, found)
-    elif kind is dict:
-        for item in tree.values():
-            _collect(item, found)
-    elif kind not in _NO_TREES:
-        found += [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+        return [tree]
+    if kind in _NO_TREES:
+        return []
+    if kind is not tuple and kind is not list and kind is not dict:
+        return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [tensor for item in (tree.values() if kind is dict else tree) for tensor in tensors_in(item)]

@@ -1,9 +1,8 @@
 """Side outputs of a layer's inner modules, such as router logits, and how a compiled layer returns them.
 
-transformers 5 collects them with hooks in a context variable (transformers/utils/output_capturing.py). Those hooks can't be
-compiled, since they read it. So while a compiled layer is traced and run, simpler hooks replace them, which only append the
-value to a list. The traced function returns that list beside the layer's output; its values are then recorded, in the same
-order.
+transformers 5 collects them with hooks in a context variable (transformers/utils/output_capturing.py), which can't be
+compiled. So while a compiled layer is traced and run, simpler hooks only append the value to a list. The traced function
+returns that list beside the layer's output; its values are then recorded, in the same order.
 """
 
 from __future__ import annotations
@@ -50,15 +49,11 @@ def _collector() -> Any:
     return getattr(sys.modules.get(_MODULE), "_active_collector", None)  # whoever has such hooks has loaded it
 
 
-def _collected() -> dict[str, Any]:
+def channels() -> dict[str, list[Any]]:
     """What transformers' capturing hooks have recorded in the forward that is under way, by channel."""
     collector = _collector()
-    return (None if collector is None else collector.get()) or {}
-
-
-def channels() -> tuple[str, ...]:
-    """Those that are recorded now."""
-    return tuple(key for key, values in _collected().items() if isinstance(values, list))
+    collected = (None if collector is None else collector.get()) or {}
+    return {key: values for key, values in collected.items() if isinstance(values, list)}
 
 
 @contextlib.contextmanager
@@ -71,24 +66,23 @@ def apart(wanted: Sequence[str] | None = None) -> Iterator[Recorded]:
     reset, collector = None, _collector()
     if wanted is not None and collector is not None:
         reset = collector.set({key: [] for key in wanted})
-    lists = [(key, _collected()[key]) for key in channels()]
-    lengths = [len(values) for _, values in lists]
+    lists = [(key, values, len(values)) for key, values in channels().items()]
     try:
         yield recorded
     finally:
         if reset is not None:
             collector.reset(reset)
-        for (key, values), length in zip(lists, lengths, strict=True):
+        for key, values, length in lists:
             recorded += [(key, value) for value in values[length:]]
             del values[length:]
 
 
 def enter(recorded: Recorded) -> None:
     """Records these values in the place of a layer or a hook that isn't run now, as far as their channels are recorded."""
-    collected = _collected()
+    now = channels()
     for key, value in recorded:
-        if key in collected:
-            collected[key].append(value)
+        if key in now:
+            now[key].append(value)
 
 
 def capture_of(hook: Hook) -> Capture | None:

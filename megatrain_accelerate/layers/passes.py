@@ -21,30 +21,26 @@ class _EndOfBackward:
     """Autograd calls this when a backward is over, and drops it uncalled when one has failed."""
 
     def __init__(self, on_end: Callable[[int, bool], None], task: int) -> None:
-        self._on_end: Callable[[int, bool], None] | None = on_end
-        self._task = task
+        self._on_end, self._task, self._was_called = on_end, task, False
 
     def __call__(self) -> None:
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            try:
-                on_end(self._task, True)
-            except BaseException:
-                on_end(self._task, False)
-                raise
+        self._was_called = True
+        try:
+            self._on_end(self._task, True)
+        except BaseException:
+            self._on_end(self._task, False)
+            raise
 
     def __del__(self) -> None:
-        if self._on_end is not None:
+        if not self._was_called:
             self._on_end(self._task, False)
 
 
 class Passes:
     """Follows the calls of a model's layers, and says which come next.
 
-    Args:
-        layers, groups: all of the model.
-        watch: ends when a backward begins.
-        on_end: called with autograd's number of a backward that has ended, and whether it succeeded.
+    The ``watch`` ends when a backward begins; ``on_end`` is called with autograd's number of one that has ended, and whether
+    it succeeded.
     """
 
     def __init__(
@@ -63,13 +59,9 @@ class Passes:
         """Autograd's number of the backward that is under way."""
         self._tape: Tape | None = None
         """Of the forward to which that backward belongs."""
-        self._open: weakref.WeakSet[OpenForward] = weakref.WeakSet()
+        self.open: weakref.WeakSet[OpenForward] = weakref.WeakSet()
+        """Forward passes whose backward is still to come."""
         self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
-
-    @property
-    def open_forwards(self) -> int:
-        """Forward passes whose backward is still to come: nothing may move before it."""
-        return len(self._open)
 
     # ------------------------------------------------------------------ forward
 
@@ -78,7 +70,7 @@ class Passes:
         it."""
         tape, position = self.order.record(layer.index)
         open_forward = tape.open_forward()
-        self._open.add(open_forward)
+        self.open.add(open_forward)
         return tape, position, open_forward
 
     def after_forward(self, tape: Tape, position: int, backward_follows: bool) -> Sequence[int]:
@@ -100,7 +92,7 @@ class Passes:
         forward_follows = not self._offloader.gradients_complete()
         return self.order.after_backward(tape, position, self._prefetcher.look_ahead, forward_follows)
 
-    def backward_begins(self, of_forward: OpenForward | None = None) -> None:
+    def backward_begins(self, of_forward: OpenForward | None = None, *_: torch.Tensor) -> None:
         """Something of a backward runs, of that forward; the first time, what is to be done at its end is noted."""
         if of_forward is not None:
             self._in_this_backward.add(of_forward)
@@ -110,19 +102,16 @@ class Passes:
             self._task = task
             Variable._execution_engine.queue_callback(_EndOfBackward(self._on_end, task))
 
-    def backward_fails(self, task: int) -> None:
-        """A backward ended by an exception."""
+    def backward_ends(self, task: int, succeeded: bool) -> None:
+        """A backward is over, or an exception ended it. Other forwards may wait for one of their own."""
+        if succeeded:
+            self.open -= self._in_this_backward
+            self._tape = None
+            self.order.end_pass()
         self._in_this_backward.clear()
-        if self._task == task:
+        if succeeded or self._task == task:
             self._task = None
-
-    def backward_ends(self) -> None:
-        """A backward is over. Other forwards may wait for one of their own."""
-        self._task = self._tape = None
-        self._open -= self._in_this_backward
-        self._in_this_backward.clear()
-        self.order.end_pass()
 
     def is_only_call(self, layer: Streamed) -> bool:
         """Whether no other call of the layer can bring gradients: it runs once in its forward, and no other one is open."""
-        return self._tape is not None and self._tape.calls.count(layer.index) == 1 and len(self._open) <= 1
+        return self._tape is not None and self._tape.calls.count(layer.index) == 1 and len(self.open) <= 1

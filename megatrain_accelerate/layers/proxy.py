@@ -1,8 +1,7 @@
 """Proxies: layers of the user's model that keep names, attributes, children and class, but hold no weights.
 
-A layer becomes a proxy by a change of its class to a subclass made here, and by a ``forward`` of its own, which is the
-streaming runtime's. ``isinstance``, ``named_parameters()``, attribute reads and hooks work as before. Copies and pickles of a
-proxy are of the original class: plain modules with plain weights.
+A proxy's class is a subclass made here, and it has a ``forward`` of its own, the streaming runtime's. ``isinstance``,
+``named_parameters()``, attribute reads and hooks work as before. Copies and pickles are plain modules of the original class.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ _RUNNER = "_megatrain_runner"
 """The attribute of a proxy with the ``forward`` that it was given."""
 _BEFORE_COPY = "_megatrain_before_copy"
 _CHECKPOINTING = "gradient_checkpointing"
-_proxy_classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
 
 
 class _NoCheckpointing:
@@ -41,10 +39,8 @@ class _NoCheckpointing:
             _note_checkpointing_ignored()
 
 
-@functools.cache
-def warn_once(message: str) -> None:
-    """Warns of it once a process."""
-    logger.warning("megatrain: %s", message)
+warn_once = functools.cache(functools.partial(logger.warning, "megatrain: %s"))
+"""Warns of a message once a process."""
 
 
 def _note_checkpointing_ignored() -> None:
@@ -82,11 +78,8 @@ def _new_module(original: type[nn.Module]) -> nn.Module:
     return original.__new__(original)
 
 
+@functools.cache
 def _proxy_class(original: type[nn.Module], can_checkpoint: bool) -> type[nn.Module]:
-    proxy = _proxy_classes.get((original, can_checkpoint))
-    if proxy is not None:
-        return proxy
-
     def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         # to(), cuda() and the like would bring the whole model to the GPU, and put rounded weights in the masters' place.
         _note_cast_ignored(self, fn)
@@ -110,8 +103,7 @@ def _proxy_class(original: type[nn.Module], can_checkpoint: bool) -> type[nn.Mod
     }
     if can_checkpoint:
         namespace[_CHECKPOINTING] = _NoCheckpointing()
-    proxy = _proxy_classes[original, can_checkpoint] = type(original.__name__, (original,), namespace)
-    return proxy
+    return type(original.__name__, (original,), namespace)
 
 
 def install_proxy(layer: nn.Module, runner: Callable[..., Any], before_copy: Callable[[], None]) -> Callable[..., Any]:
@@ -119,7 +111,7 @@ def install_proxy(layer: nn.Module, runner: Callable[..., Any], before_copy: Cal
 
     ``before_copy`` is called before it is copied or pickled.
     """
-    original = type(layer)
+    original: Any = type(layer)
     # An instance's own forward was patched in by somebody before us.
     forward = layer.__dict__.pop("forward", None) or original.forward.__get__(layer, original)
     if layer.__dict__.get(_CHECKPOINTING, False):

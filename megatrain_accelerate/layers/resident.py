@@ -29,12 +29,9 @@ class ResidentGroup:
     """
 
     def __init__(self, name: str, unit: HostUnit, layers_before: int, *, streams: Streams, meter: Meter) -> None:
-        self.name = name
-        self.layers_before = layers_before
-        self.unit = unit
+        self.name, self.unit, self.layers_before = name, unit, layers_before
         self.gate = UpdateGate()
-        self._streams = streams
-        self._meter = meter
+        self._streams, self._meter = streams, meter
         self._params_copied_event = streams.event()
         self._device_weights: dict[int, torch.Tensor] = {}
         self.show_device_weights()
@@ -129,10 +126,7 @@ def relocate(
     """Moves units between the host and the device. Nothing may be in flight.
 
     ``targets`` says of each layer and resident group whether it is to live on the device; ``moved`` is called with each unit
-    that moved.
-
-    Raises:
-        torch.OutOfMemoryError, HostMemoryError: a unit found no room. Those before it have moved, it and those after it not.
+    that moved. A torch.OutOfMemoryError or HostMemoryError where a unit finds no room: those before it have moved.
     """
     leaving = [part for part, stays in targets if part.unit.is_on_device and not stays]
     arriving = [part for part, comes in targets if comes and not part.unit.is_on_device]

@@ -30,7 +30,7 @@ from megatrain_accelerate.layers.micro_batches import BatchCut
 from megatrain_accelerate.layers.nested_tensors import taken_apart
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.resident import Part, ResidentGroup, relocate
-from megatrain_accelerate.layers.shared_mappings import SharedMappings
+from megatrain_accelerate.layers.shared_mappings import with_copies
 from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.layers.watched_parameters import Watch, unwatched
 from megatrain_accelerate.store.host_pool import HostPool
@@ -48,8 +48,8 @@ from megatrain_accelerate.transfer.streams import Streams, WeightSlot
 from megatrain_accelerate.units import MIB
 
 TOKENS_BETWEEN_LOOKS = 16
-"""Tokens of a generation from one look at the free memory, and at writes to weights, to the next: asking the driver takes
-time, caches grow little, and nobody is expected to change the weights between two tokens."""
+"""Tokens of a generation from one look at free memory and at writes to weights to the next: asking the driver takes time,
+caches grow little, and nobody is expected to write between two tokens."""
 
 _running: weakref.WeakSet[StreamingRuntime] = weakref.WeakSet()
 
@@ -61,8 +61,7 @@ def streamed_among(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 UnitInOrder = tuple[HostUnit, ResidentGroup | None, list[tuple[UpdateGate, ExpertRange | None]]]
-"""A unit, its resident group if it is one's, and each of the parts in which it is stepped: the gate, and the experts that it
-is, or None for the whole unit."""
+"""A unit, its resident group if it is one's, and gate and experts (None for all of it) of each part that is stepped."""
 
 LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -128,7 +127,6 @@ class StreamingRuntime:
         self.compiled = CompiledLayers(config.compile_layers, streams.device)
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
         self.batch_cut = BatchCut(config.micro_batch_size)
-        """How a batch that is larger than ``micro_batch_size`` runs in pieces."""
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
         parameters = [state.parameter for unit in self.units for state in unit.states]
         self.watch = Watch(parameters, weakly(self.settle))
@@ -156,7 +154,6 @@ class StreamingRuntime:
         """Optimizer steps so far, without those that were skipped."""
         self.dry_run: LayerRunner | None = None
         """What runs the layers on trial, for a plan or a probe."""
-        self._layer_handles = [state.handle for layer in self.layers for state in layer.unit.states]
         self._all_held: dict[int, WeightSlot] = {}
         """In a forward of the model in which all layers run as plain modules do, their slots by index; else nothing."""
         self._tokens = 0
@@ -200,8 +197,7 @@ class StreamingRuntime:
         units: list[tuple[int, int, UnitInOrder]] = []
         units += [(group.layers_before, 0, (group.unit, group, [(group.gate, None)])) for group in self.groups]
         units += [(layer.index, 1, (layer.unit, None, [(layer.gate, None)])) for layer in self.layers]
-        for whole in self.experts:
-            units.append((whole.index, 2, (whole.unit, None, [(part.gate, part.experts) for part in whole.parts])))
+        units += [(at.index, 2, (at.unit, None, [(part.gate, part.experts) for part in at.parts])) for at in self.experts]
         return [unit for _, _, unit in sorted(units, key=lambda item: item[:2])]
 
     @property
@@ -215,7 +211,7 @@ class StreamingRuntime:
 
     def trains(self, parameter: torch.Tensor) -> bool:
         """Whether it is a parameter of this model that has a place for gradients."""
-        state = self._states.get(id(parameter))
+        state = self.state_of(parameter)
         return state is not None and state.row is not None
 
     # ------------------------------------------------------------------ forward and backward of a layer
@@ -233,8 +229,7 @@ class StreamingRuntime:
     def run_layer(self, layer: StreamedLayer, _: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """The forward of a layer's proxy, its module."""
         if self.dry_run is not None:
-            shared = SharedMappings(*without_caches(args, kwargs))
-            return shared.take_back(self.dry_run(layer, shared.args, shared.kwargs))
+            return with_copies(functools.partial(self.dry_run, layer), *without_caches(args, kwargs))
         has_graph = torch.is_grad_enabled()
         if not has_graph and layer.index in self._all_held:
             with layer.bound(self._all_held[layer.index].views(layer.unit.layout)):
@@ -248,7 +243,7 @@ class StreamingRuntime:
                 tape, position, open_forward = self.passes.record(layer)
                 if self._is_plain:
                     return self._run_plain(layer, open_forward, *arguments)
-                return self.calls.run(layer, tape, position, *arguments)
+                return with_copies(functools.partial(self.calls.run, layer, tape, position), *arguments)
         tape, position = self.passes.order.record(layer.index)
         without_graph = torch.no_grad() if has_graph else contextlib.nullcontext()
         slot = self.prefetcher.acquire(layer, self.passes.after_forward(tape, position, False))
@@ -260,18 +255,17 @@ class StreamingRuntime:
             self.prefetcher.release(slot)
 
     def looks_before(self, is_next_token: bool) -> bool:
-        """Whether this forward of the whole model without a graph, which computes one more token of a generation or is another
-        one, is one before which memory and weights are looked at."""
+        """Whether memory and weights are looked at before this forward of the whole model without a graph."""
         self._tokens = self._tokens + 1 if is_next_token else 0
         return self._tokens == 0 or self._tokens % TOKENS_BETWEEN_LOOKS == 1
 
     def begin_forward(self, looks: bool) -> None:
-        """That forward begins. Where all layers are held or live on the device, what they compute with is brought up to date
-        here, and until :meth:`end_forward` they run as plain modules do."""
+        """That forward begins. Where all layers are held or live on the device, what they compute with is brought up to date,
+        and they run as plain modules do until the model's forward is over."""
         held = {} if self.experts or self.token_tile else self.prefetcher.all_held()
         if held and looks:
             with unwatched():
-                if written_among(self._layer_handles):
+                if written_among([state.handle for layer in self.layers for state in layer.unit.states]):
                     return  # each layer takes over what was written
         if held:
             self._scale_clipped(others_follow=False)
@@ -280,7 +274,6 @@ class StreamingRuntime:
         self._all_held = held
 
     def end_forward(self) -> None:
-        """A forward of the whole model is over."""
         self._all_held = {}
 
     @property
@@ -298,37 +291,28 @@ class StreamingRuntime:
         """Whether a layer computes all of a batch at once, neither pieces nor tiles of it."""
         return self.batch_cut.size is None and not self.token_tile
 
-    def _show_plain(self, layer: StreamedLayer) -> None:
-        """The layer is about to compute with its own parameters."""
+    def _run_plain(
+        self, layer: StreamedLayer, open_forward: OpenForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs a layer of a model that fits. Autograd saves its parameters themselves and accumulates their gradients."""
         if self.watch.is_on:
             self.watch.release(state.parameter for state in layer.unit.states)
         layer.own_parameters()
         self._refresh(layer)
         self.passes.wait_for_head(layer)
-
-    def _run_plain(
-        self, layer: StreamedLayer, open_forward: OpenForward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Runs a layer of a model that fits. Autograd saves its parameters themselves and accumulates their gradients."""
-        self._show_plain(layer)
         captures = self.compiled.wants(layer)
         with named_range(f"megatrain::forward ({layer.name})"), without_autocast_cache():
             if captures is None:
                 output = layer.forward(*args, **kwargs)
             else:
-                shared = SharedMappings(args, kwargs)
-                returned = self.compiled.run(layer, captures, shared.args, shared.kwargs, self.calls.policy.budgets[1])
-                output = shared.take_back(returned)
+                run = functools.partial(self.compiled.run, layer, captures, memory_budget=self.calls.policy.budgets[1])
+                output = with_copies(run, args, kwargs)
         # The graph holds the hook, and with it ``open_forward``.
-        begins = functools.partial(weakly(self._plain_backward_begins), open_forward)
+        begins = functools.partial(weakly(self.passes.backward_begins), open_forward)
         for tensor in taken_apart(output)[0]:
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(begins)
         return output
-
-    def _plain_backward_begins(self, open_forward: OpenForward, _: torch.Tensor) -> None:
-        """A hook of what such a layer returned."""
-        self.passes.backward_begins(open_forward)
 
     def resident_gradient_ready(self, parameter: torch.Tensor) -> None:
         """A resident's gradient is complete: its copy to the host begins under the layers' backward."""
@@ -342,12 +326,10 @@ class StreamingRuntime:
 
     def _backward_is_over(self, task: int, succeeded: bool) -> None:
         """What a backward made is complete; what one left that an exception ended is taken back."""
+        self.calls.end(task, succeeded)
+        self.passes.backward_ends(task, succeeded)
         if not succeeded:
-            self.calls.fail(task)
-            self.passes.backward_fails(task)
             return
-        self.calls.finish(task)
-        self.passes.backward_ends()
         self.activations.settle()
         self.worker.raise_if_failed()
         self.meter.harvest()  # while the GPU is at work; without logs its events would pile up over the steps
@@ -415,20 +397,13 @@ class StreamingRuntime:
     @property
     def open_forwards(self) -> int:
         """Forward passes whose backward is still to come: nothing may move before it."""
-        return self.passes.open_forwards
+        return len(self.passes.open)
 
     # ------------------------------------------------------------------ placement
 
     def place(self, on_device: Collection[int], groups_on_device: bool) -> None:
-        """Moves weights and states to where they are to live, if they aren't there. Between steps only; waits for everything
-        in flight.
-
-        Args:
-            on_device: indices of layers that live there whole, with masters and moments.
-            groups_on_device: whether the masters and moments of the resident groups do.
-
-        Raises a StepWorkerError if an earlier step failed.
-        """
+        """Moves weights, masters and moments of the layers ``on_device``, by index, and of the resident groups to where they
+        are to live. Between steps only; waits for everything in flight. Raises a StepWorkerError if an earlier step failed."""
         targets: list[tuple[Part, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
         targets += [(group, groups_on_device) for group in self.groups]
         if all(part.unit.is_on_device == comes for part, comes in targets):
@@ -571,8 +546,8 @@ class StreamingRuntime:
             unit.release()
         # Their memory: an optimizer that outlives the engine holds the runtime through its driver.
         self.prefetcher.close()
-        self.expert_streams.close()
+        self.expert_streams.prefetcher.close()
         for layer in (*self.layers, *self.experts):
             layer.release()
-        for held in (self._states, self._layer_handles, self.offloader.slots):
-            held.clear()
+        self._states.clear()
+        self.offloader.slots.clear()

@@ -1,16 +1,15 @@
 """What autograd saves of a layer that stays in its graph: weights as places in a slot, the rest checked as autograd would.
 
-``saved_tensors_hooks`` put an object of ours where autograd would hold a tensor. A view of a slot is saved as the place where
-it lies and read again from whatever slot holds the layer when its backward comes. Hooks switch off autograd's own check that
-nobody wrote to a saved tensor, and hide the hooks of whoever is around the layer (activation checkpointing,
-``save_on_cpu``): both are made good here.
+A view of a slot is saved as the place where it lies, and read again from whatever slot holds the layer when its backward
+comes. ``saved_tensors_hooks`` switch off autograd's own check that nobody wrote to a saved tensor, and hide the hooks of who
+is around the layer (activation checkpointing, ``save_on_cpu``): both are made good here.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -19,17 +18,13 @@ from megatrain_accelerate.transfer.activation_offload import ParcelPlace, Record
 from megatrain_accelerate.transfer.streams import WeightSlot
 
 
-class SlotReader(Protocol):
-    """A call of a layer, as far as it matters here."""
-
-    def slot(self) -> WeightSlot:
-        """The slot that holds the layer's weights now; within a backward only."""
-
-
 class SlotPlace(NamedTuple):
-    """A view of a layer's slot, without the slot."""
+    """A view of a layer's slot, without the slot.
 
-    reader: SlotReader
+    The ``slot()`` of its reader, a call of the layer, is the one that holds the layer's weights now; within a backward only.
+    """
+
+    reader: Any
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -37,7 +32,7 @@ class SlotPlace(NamedTuple):
 
     def tensor(self) -> torch.Tensor:
         """The view of the slot that holds the layer now."""
-        view = self.reader.slot().view(self.dtype, self.shape, self.stride, self.offset)
+        view: torch.Tensor = self.reader.slot().view(self.dtype, self.shape, self.stride, self.offset)
         # The graph of a gradient that is itself differentiated must not hold a slot.
         return view.clone() if torch.is_grad_enabled() else view
 
@@ -74,7 +69,7 @@ class SavedTensors:
     """The hooks under which one run of a layer saves what its backward needs.
 
     Args:
-        slots: by address; what lies in one is its reader's (:class:`SlotReader`).
+        slots: by address; what lies in one is its reader's.
         offloaded: collects what goes to the host; None where it stays on the device.
     """
 

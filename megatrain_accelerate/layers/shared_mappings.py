@@ -27,49 +27,39 @@ class _Handed(NamedTuple):
 
 
 class _Returned(NamedTuple):
-    """A layer's output and, for each mapping that was passed to it, the entries that it wrote and the keys that it removed."""
+    """A layer's output and the entries of each mapping that was passed to it; ``...`` for one that is as it was."""
 
     output: Any
-    written: tuple[dict[Any, Any], ...]
-    removed: tuple[Any, ...]
+    entries: tuple[dict[Any, Any], ...]
 
 
-class SharedMappings:
-    """The mappings among the arguments of one call, as the model passes them."""
+def with_copies(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls ``run(args, kwargs)``, which comes to :func:`run_with_mappings`, with copies of the mappings among the arguments.
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._mappings = [value for value in (*args, *kwargs.values()) if isinstance(value, UserDict)]
-        if self._mappings:
-            args, kwargs = _replaced(UserDict, [_Handed(dict(value)) for value in self._mappings], args, kwargs)
-        self.args = args
-        """These and ``kwargs`` are for :func:`run_with_mappings`; pytree may take them apart and rebuild them in between."""
-        self.kwargs = kwargs
-
-    def take_back(self, result: Any) -> Any:
-        """Applies the layer's changes to the model's mappings and returns the layer's own output."""
-        if not self._mappings:
-            return result
-        for mapping, written, removed in zip(self._mappings, result.written, result.removed, strict=True):
-            mapping.update(written)
-            for key in removed:
-                del mapping[key]
-        return result.output
+    Pytree may take them apart and rebuild them in between. Applies the layer's changes to the model's mappings and returns
+    the layer's own output.
+    """
+    mappings = [value for value in (*args, *kwargs.values()) if isinstance(value, UserDict)]
+    if not mappings:
+        return run(args, kwargs)
+    result = run(*_replaced(UserDict, [_Handed(dict(value)) for value in mappings], args, kwargs))
+    for mapping, entries in zip(mappings, result.entries, strict=True):
+        now = {key: mapping[key] if entry is ... else entry for key, entry in entries.items()}
+        mapping.clear()
+        mapping.update(now)
+    return result.output
 
 
 def run_with_mappings(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a layer's own forward. If mappings were passed to it, the result is for :meth:`SharedMappings.take_back`."""
+    """Calls a layer's own forward. If mappings were passed to it, the result is for :func:`with_copies`."""
     if not takes_mappings(args, kwargs):
         return forward(*args, **kwargs)
-    handed = [value for value in (*args, *kwargs.values()) if isinstance(value, _Handed)]
-    mappings = [UserDict(value.entries) for value in handed]
+    handed = [value.entries for value in (*args, *kwargs.values()) if isinstance(value, _Handed)]
+    mappings = [UserDict(entries) for entries in handed]
     args, kwargs = _replaced(_Handed, mappings, args, kwargs)
     output = forward(*args, **kwargs)
-    removed = tuple(value.entries.keys() - mapping.keys() for mapping, value in zip(mappings, handed, strict=True))
-    written = tuple(
-        {key: entry for key, entry in mapping.items() if key not in value.entries or entry is not value.entries[key]}
-        for mapping, value in zip(mappings, handed, strict=True)
-    )
-    return _Returned(output, written, removed)
+    pairs = zip(mappings, handed, strict=True)
+    return _Returned(output, tuple({k: ... if k in was and v is was[k] else v for k, v in now.items()} for now, was in pairs))
 
 
 def takes_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -77,9 +67,7 @@ def takes_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return _Handed in map(type, (*args, *kwargs.values()))
 
 
-def _replaced(
-    kind: type, others: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _replaced(kind: type, others: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """The arguments with these in the places of those of a kind, in order."""
     unused = iter(others)
     found = [next(unused) if isinstance(value, kind) else value for value in (*args, *kwargs.values())]

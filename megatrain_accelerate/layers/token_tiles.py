@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from megatrain_accelerate.hooks import ModelHook, has_hooks_inside
-from megatrain_accelerate.layers.ambient_state import Again, autocast_again, parameters_as
+from megatrain_accelerate.layers.ambient_state import autocast_again, parameters_as
 from megatrain_accelerate.layers.nested_tensors import taken_apart, tensors_in
 from megatrain_accelerate.layers.proxy import is_proxy
 from megatrain_accelerate.layers.token_wise import examine, kind_of
@@ -47,8 +47,7 @@ def _is_plain(argument: Any) -> bool:
 def few_tiles() -> Iterator[None]:
     """Loops over tiles run few of them in the body, in every thread: autograd has its own.
 
-    An operation on tensors without data takes as long as launching a real one, and a sequence of a million tokens has
-    hundreds of tiles with hundreds of operations each. Tiles are alike, so one can count for others.
+    Operations on tensors without data take as long as launches, and a million tokens have hundreds of tiles, which are alike.
     """
     global _runs_few, _times
     before, _runs_few = _runs_few, True
@@ -144,9 +143,8 @@ class TokenTiles:
             yield
         finally:
             for part, forward in own.items():
-                if forward is None:
-                    part.__dict__.pop("forward", None)
-                else:
+                part.__dict__.pop("forward", None)
+                if forward is not None:
                     part.__dict__["forward"] = forward
 
     def _run(
@@ -159,7 +157,7 @@ class TokenTiles:
         dim = call.token_dim(shape)
         if dim is None or self._reason_against(part, call, dim) is not None:
             return forward(*args, **kwargs)
-        call.cut(dim, max(1, self.tile_tokens // (shape[0] if dim else 1)))
+        call.dim, call.length = dim, max(1, self.tile_tokens // (shape[0] if dim else 1))
         return _TiledFunction.apply(call, *call.tensors, *(owner._parameters[name] for owner, name in call.places))
 
     def _reason_against(self, part: nn.Module, call: _TiledCall, dim: int) -> str | None:
@@ -180,10 +178,8 @@ class TokenTiles:
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
     """(B, T) of a call's hidden states, its first floating tensor of three dimensions or more; None if it has none."""
-    for tensor in tensors_in((args, kwargs)):
-        if tensor.is_floating_point() and tensor.dim() >= 3:
-            return tensor.shape[0], tensor.shape[1]
-    return None
+    tensors = tensors_in((args, kwargs))
+    return next(((t.shape[0], t.shape[1]) for t in tensors if t.is_floating_point() and t.dim() >= 3), None)
 
 
 class _TiledCall:
@@ -195,8 +191,8 @@ class _TiledCall:
         self.tensor_count = len(self.tensors)
         self._rest = self._put_together([...] * self.tensor_count)
         self.places = [(owner, name) for owner in part.modules() for name, p in owner._parameters.items() if p is not None]
-        self.dim = self._length = 0
-        self.autocast: Again
+        self.dim = self.length = 0
+        """Tiles have ``length`` tokens of each sample along ``dim``, the last one may have fewer."""
 
     def token_dim(self, shape: tuple[int, int]) -> int | None:
         """The dimension of tokens: 1 of (B, T, ...), 2 of (B, H, T, ...), 0 of (B * T, ...); None if tensors differ in
@@ -220,17 +216,12 @@ class _TiledCall:
         tensors = tuple(((*t.shape[1:dim], *t.shape[dim + 1 :]), t.dtype, t.device.type) for t in self.tensors)
         return (dim, tensors, repr(self._rest), torch.is_autocast_enabled())
 
-    def cut(self, dim: int, length: int) -> None:
-        """Tiles have ``length`` tokens of each sample along ``dim``, the last one may have fewer."""
-        self.dim, self._length = dim, length
-        self.autocast = autocast_again(self.tensors[0].device.type)
-
     def starts(self, like: torch.Tensor) -> Iterator[int]:
         """Where each tile of tensors as long as ``like`` begins."""
-        return tiles(range(0, like.shape[self.dim], self._length))
+        return tiles(range(0, like.shape[self.dim], self.length))
 
     def tile(self, tensors: Sequence[torch.Tensor], start: int) -> list[torch.Tensor]:
-        return [t.narrow(self.dim, start, min(self._length, t.shape[self.dim] - start)) for t in tensors]
+        return [t.narrow(self.dim, start, min(self.length, t.shape[self.dim] - start)) for t in tensors]
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         args, kwargs = self._put_together(tensors)
@@ -256,7 +247,7 @@ class _TiledFunction(torch.autograd.Function):
     def forward(ctx: Any, call: _TiledCall, *tensors: torch.Tensor) -> torch.Tensor:
         inputs = tensors[: call.tensor_count]
         call.tensors = []  # held here they would live as long as the graph
-        ctx.call = call
+        ctx.call, ctx.autocast = call, autocast_again(tensors[0].device.type)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         output: torch.Tensor | None = None
@@ -284,7 +275,7 @@ class _TiledFunction(torch.autograd.Function):
         wanted = [gradient for gradient in gradients if gradient is not None]
         trained = [leaf for leaf in leaves if leaf.requires_grad]
         sums: dict[int, torch.Tensor] = {}
-        with call.autocast(), parameters_as(call.places, leaves):
+        with ctx.autocast(), parameters_as(call.places, leaves):
             for start in call.starts(inputs[0]):
                 (of_output,) = call.tile([grad_output], start)
                 found = call.gradients(call.tile(inputs, start), needs[:count], trained, of_output)

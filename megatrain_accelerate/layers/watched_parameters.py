@@ -1,17 +1,15 @@
 """Notices the first access to a model's parameters while Python would see old weights or gradients in them.
 
-``optimizer.step()`` returns before the weights are stepped, the gradients of a micro-batch arrive after its backward has
-returned, and clipping doesn't change the gradients: the step multiplies them. Whoever looks in between (a callback, an
-average of the weights, a loop that logs norms) must see what plain PyTorch shows, and nobody knows who looks. So the
-parameters are watched until the next backward: their class is a subclass with ``__torch_function__``, which torch calls for
-each function, method and attribute of theirs. The first call that could read or change values brings weights and gradients
-up to date and ends the watch. If nobody looks, a watch costs two assignments of ``__class__`` a parameter, and
-``zero_grad()`` one call of Python.
+``optimizer.step()`` returns before the weights are stepped, gradients of a micro-batch arrive after its backward has returned,
+and clipping leaves the gradients to the step, which multiplies them. Whoever looks in between (a callback, an average of the
+weights, a loop that logs norms) must see what plain PyTorch shows. So the parameters' class is, until the next backward, a
+subclass with ``__torch_function__``, which torch calls for each function, method and attribute of theirs. The first call that
+could read or change values brings all up to date and ends the watch. If nobody looks, a watch costs two assignments of
+``__class__`` a parameter, and ``zero_grad()`` one call of Python.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
 import threading
 import weakref
@@ -29,8 +27,8 @@ _settling = threading.RLock()
 class Watch:
     """Watches the parameters of one model.
 
-    ``settle`` brings weights and gradients to what plain PyTorch would show; it is called when one
-    is touched, or at once where one has another class than ``nn.Parameter`` and can't be watched.
+    ``settle`` brings weights and gradients to what plain PyTorch would show; it is called when one is touched, or at once
+    where one has another class than ``nn.Parameter`` and can't be watched.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], settle: Callable[[], None]) -> None:
@@ -123,17 +121,9 @@ class _WatchedParameter(nn.Parameter):
         with unwatched():
             return func(*args, **(kwargs or {}))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._settled(), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._settled().__reduce_ex__(protocol)
-
-    def _settled(self) -> nn.Parameter:
-        _settle_all()
-        itself: Any = self
-        itself.__class__ = nn.Parameter  # also if the watch that it was made for is gone
-        return itself
+    def __new__(cls, *args: Any) -> nn.Parameter:  # type: ignore[misc]
+        # A deep copy, for which nn.Parameter calls the class: nobody watches it.
+        return nn.Parameter(*args)
 
 
 # Code that asks for the class's name gets that of nn.Parameter.

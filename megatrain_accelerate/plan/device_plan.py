@@ -152,7 +152,7 @@ class DevicePlan:
     def _fixed_bytes_by_kind(self, outline: StepOutline | None = None) -> dict[str, int]:
         """Those under any placement: now, or when a step of this outline is under way."""
         runtime, sums = self._runtime, self._runtime.gradient_sums
-        part_slots, exchange = runtime.expert_streams.slot_bytes, runtime.offloader.exchange
+        part_slots, exchange = runtime.expert_streams.prefetcher.device_bytes, runtime.offloader.exchange
         has_sums = sums.is_made or (outline is not None and self._is_cut(outline))
         return {
             **({"expert_slots": part_slots} if part_slots else {}),

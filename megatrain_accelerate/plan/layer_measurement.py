@@ -269,7 +269,7 @@ class _Measurement:
         self._captures = self._compiled.wants(layer)
 
     def slot(self) -> WeightSlot:
-        """See :class:`SlotReader <megatrain_accelerate.layers.saved_tensors.SlotReader>`."""
+        """See :class:`SlotPlace <megatrain_accelerate.layers.saved_tensors.SlotPlace>`."""
         return self._slot
 
     def run(self) -> tuple[Any, Recorded]:

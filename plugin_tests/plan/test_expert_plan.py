@@ -126,7 +126,7 @@ def peak_as_predicted(model: nn.Module, **settings: Any) -> int:
 def _present(model: nn.Module, engine: Engine) -> list[torch.Tensor]:
     """What was there before the step, on the device and, in the CPU's stand-in, on the host."""
     runtime = engine.runtime
-    parts = runtime.expert_streams._prefetcher
+    parts = runtime.expert_streams.prefetcher
     slots = [*runtime.prefetcher.slots, *(parts.slots if parts is not None else [])]
     found = [slot.buffer for slot in [*slots, *runtime.offloader.slots]] + [slot.norms for slot in runtime.offloader.slots]
     for unit in runtime.units:
