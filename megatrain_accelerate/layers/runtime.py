@@ -316,7 +316,8 @@ class StreamingRuntime:
         captures = self.compiled.wants(layer)
         with named_range(f"megatrain::forward ({layer.name})"), without_autocast_cache():
             if captures is None:
-                output = layer.forward(*args, **kwargs)
+                with layer.tiles.at_work(args, kwargs, self.calls.real):
+                    output = layer.forward(*args, **kwargs)
             else:
                 shared = SharedMappings(args, kwargs)
                 returned = self.compiled.run(layer, captures, shared.args, shared.kwargs, self.calls.policy.budgets[1])

@@ -19,6 +19,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.layers.padding import without_ignored
 from megatrain_accelerate.layers.proxy import install_proxy, remove_proxy
 from megatrain_accelerate.loss.products import prepare_products
 from megatrain_accelerate.loss.tiled_cross_entropy import Operation, TiledCrossEntropy, strip_tokens
@@ -63,6 +64,7 @@ class HeadCall:
     weight: torch.Tensor
     bias: torch.Tensor | None
     weights_version: Callable[[], Any]
+    leaves_padding_out: bool = False
     is_observed: bool = False
     """Whether somebody waits for the gradient of the logits."""
 
@@ -212,13 +214,19 @@ class _Plain(torch.autograd.Function):
 
 
 def lazy_linear(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weights_version: Callable[[], Any]
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    weights_version: Callable[[], Any],
+    leaves_padding_out: bool = False,
 ) -> LazyLogits:
     """``torch.nn.functional.linear`` of (..., D), (V, D), and (V,) or None, in the dtype in which the head computes, later.
 
-    ``weights_version`` changes whenever the weights do; logits that are read after that can't be made.
+    ``weights_version`` changes whenever the weights do; logits that are read after that can't be made. A loss of them that
+    ``leaves_padding_out`` looks which tokens have a label, for which it waits for the device.
     """
-    logits = _LazyLinear.apply(hidden, weight, bias, HeadCall(hidden, weight, bias, weights_version))
+    call = HeadCall(hidden, weight, bias, weights_version, leaves_padding_out)
+    logits = _LazyLinear.apply(hidden, weight, bias, call)
     assert isinstance(logits, LazyLogits)
     return logits
 
@@ -295,6 +303,8 @@ def _tiled(
     chain = tuple(
         node._operation for node in nodes if node._operation is not None and node._operation.function in _ELEMENTWISE
     )
+    if call.leaves_padding_out:
+        hidden, target = without_ignored(hidden, target, ignore_index)
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
     return TiledCrossEntropy.apply(hidden, head_weight, bias, target, chain, options)
 
@@ -320,12 +330,19 @@ class TiledHead:
     """Makes a head return lazy logits in training, until :meth:`remove`.
 
     The head changes class as streamed layers do, so copies and pickles of the model hold the plain one. ``weights_version``
-    changes whenever its weights do; ``before_copy`` is called before the head is copied or pickled.
+    changes whenever its weights do; ``before_copy`` is called before the head is copied or pickled; ``leaves_padding_out``
+    tells whether the batch has so much padding that it is worth looking for (:mod:`.layers.padding`).
     """
 
-    def __init__(self, head: nn.Linear, weights_version: Callable[[], Any], before_copy: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        head: nn.Linear,
+        weights_version: Callable[[], Any],
+        before_copy: Callable[[], None],
+        leaves_padding_out: Callable[[], bool],
+    ) -> None:
         self._head = head
-        self._weights_version = weights_version
+        self._weights_version, self._leaves_padding_out = weights_version, leaves_padding_out
         for dtype in {head.weight.dtype, torch.bfloat16}:
             prepare_products(head.weight.device, dtype)
         self._forward = install_proxy(head, self._run, before_copy)
@@ -347,7 +364,7 @@ class TiledHead:
             hidden, weight, bias = hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
         if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
             return self._forward(*args)
-        return lazy_linear(hidden, weight, bias, self._weights_version)
+        return lazy_linear(hidden, weight, bias, self._weights_version, self._leaves_padding_out())
 
     def _is_worth_waiting(self, hidden: Any) -> bool:
         head = self._head
