@@ -23,6 +23,7 @@ from megatrain_accelerate.layers.attention_results import require_attention_to_k
 from megatrain_accelerate.layers.caches import caching_modules, decide_against_a_cache
 from megatrain_accelerate.layers.expert_function import run_experts
 from megatrain_accelerate.layers.layer import StreamedExperts, StreamedLayer
+from megatrain_accelerate.layers.padding import may_leave_padding_out, real_tokens
 from megatrain_accelerate.layers.proxy import install_proxy, leave_checkpointing_off, modules_that_checkpoint, remove_proxy
 from megatrain_accelerate.layers.resident import ResidentGroup
 from megatrain_accelerate.layers.runtime import StreamingRuntime
@@ -256,7 +257,8 @@ class Engine:
         if head is not None:
             own = {id(parameter) for parameter in head.parameters()}
             units = [unit for unit in self.runtime.units if any(id(state.parameter) in own for state in unit.states)]
-            self._tiled_head = TiledHead(head, lambda: [unit.version for unit in units], self._drain_for_copy)
+            versions, calls = (lambda: [unit.version for unit in units]), self.runtime.calls
+            self._tiled_head = TiledHead(head, versions, self._drain_for_copy, lambda: calls.real)
 
     def _give_back(self, layers: Sequence[StreamedLayer], groups: Sequence[ResidentGroup]) -> None:
         """Undoes an adoption that failed half-way."""
@@ -309,6 +311,7 @@ class Engine:
         self.runtime.drain()
 
     def _hook(self, model: nn.Module, discovery: Discovery) -> None:
+        self._leaves_padding_out = may_leave_padding_out(model, [name for name, _ in discovery.layers])
         self._checkpointing = modules_that_checkpoint(model)
         leave_checkpointing_off(self._checkpointing)
         for module in model.modules():
@@ -363,6 +366,7 @@ class Engine:
         self.runtime.worker.raise_if_failed()
         self._is_in_forward = True
         self._begin_forward(model, args, kwargs)
+        self.runtime.calls.real = None
         if not torch.is_grad_enabled():
             return None
         if self._shared_store is not None and self._shared_store.is_loading:
@@ -370,7 +374,10 @@ class Engine:
             self._shared_store.is_loading = False
         if self.training and model.training:
             began = time.perf_counter()
-            self.device_plan.follow(model, by_name(model, args, kwargs))
+            inputs = by_name(model, args, kwargs)
+            if self._leaves_padding_out:
+                self.runtime.calls.real = real_tokens(inputs)
+            self.device_plan.follow(model, inputs)
             self.runtime.meter.counters.plan_seconds += time.perf_counter() - began
             self.runtime.offloader.make_places(self.runtime.units)  # of what the plan leaves on the host
         self.runtime.batch_cut.begin((args, kwargs))  # behind the plan, which looks at other batches

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,6 +35,7 @@ from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.micro_batches import BatchCut, BatchSplit
 from megatrain_accelerate.layers.nested_tensors import map_tensors, taken_apart
 from megatrain_accelerate.layers.output_recorder import Captures
+from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.policy import ActivationPolicy
 from megatrain_accelerate.layers.saved_tensors import SavedTensors
@@ -97,6 +99,8 @@ class GraphCall:
         self.holds_weights = False
         """Whether something of the forward besides the leaves still refers to the slot: its backward would read another
         layer's weights there. A function of the user's own does that which keeps a weight in an attribute of its context."""
+        self.real: RealTokens | None = None
+        """Of the call's samples, those that large parts compute; None for all."""
         self._running_slot: WeightSlot | None = None
         self._captures: Captures | None = None
         """What it hands out if it runs compiled; None for a layer's own code."""
@@ -194,7 +198,7 @@ class GraphCall:
         if self._captures is not None:
             return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget)
         with self._expert_results.at_work(layer, replays=is_recompute) if layer.experts else contextlib.nullcontext():
-            return layer.run(args, kwargs)
+            return layer.run(args, kwargs, self.real)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
@@ -400,6 +404,8 @@ class GraphCalls:
     def __post_init__(self) -> None:
         self.policy = ActivationPolicy()
         """Of the layers' activations; set by the plan."""
+        self.real: RealTokens | None = None
+        """Of the batch of the forward in progress; None where large parts compute all of it (:mod:`.padding`)."""
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         """A number that requires grad. It keeps nodes in the graph where no input of theirs requires grad: a frozen embedding
         below trained layers."""
@@ -455,6 +461,11 @@ class GraphCalls:
         split, is_whole = BatchSplit.of_call(layer, args, kwargs, self.batch_cut), layer.index in self._whole
         calls = [GraphCall(self, layer, tape, position, piece, split.count, is_whole) for piece in range(split.count)]
         self._alive.update(calls)
+        if self.real is not None:
+            ends = list(itertools.accumulate(split.sizes))
+            pieces = [self.real.of_samples(end - size, end) for size, end in zip(split.sizes, ends, strict=True)]
+            for call, real in zip(calls, pieces or [self.real], strict=True):
+                call.real = real
         slot = self.prefetcher.acquire(layer, self.passes.after_forward(tape, position, True))
         try:
             self.passes.wait_for_head(layer)

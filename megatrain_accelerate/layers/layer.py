@@ -15,6 +15,7 @@ from torch import nn
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.layers.ambient_state import WrittenBuffers
+from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.shared_mappings import run_with_mappings
 from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.layers.watched_parameters import unwatched
@@ -83,9 +84,10 @@ class StreamedLayer:
         """Parameters of the layer, those of its experts among them."""
         return sum(part.unit.layout.parameter_count for part in (self, *self.experts))
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the layer's own forward with the weights that are bound to it; see :func:`run_with_mappings`."""
-        with self.tiles.at_work(args, kwargs):
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], real: RealTokens | None = None) -> Any:
+        """Calls the layer's own forward with the weights that are bound to it; see :func:`run_with_mappings`. Large parts
+        compute the ``real`` tokens alone."""
+        with self.tiles.at_work(args, kwargs, real):
             return run_with_mappings(self.forward, args, kwargs)
 
     def show_host_weights(self) -> None:

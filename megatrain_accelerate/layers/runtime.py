@@ -303,7 +303,7 @@ class StreamingRuntime:
         captures = self.compiled.wants(layer)
         with named_range(f"megatrain::forward ({layer.name})"), without_autocast_cache():
             if captures is None:
-                output = layer.forward(*args, **kwargs)
+                output = layer.run(args, kwargs, self.calls.real)
             else:
                 run = functools.partial(self.compiled.run, layer, captures, memory_budget=self.calls.policy.budgets[1])
                 output = with_copies(run, args, kwargs)

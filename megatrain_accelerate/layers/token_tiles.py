@@ -20,12 +20,16 @@ from torch.autograd.function import once_differentiable
 from megatrain_accelerate.hooks import ModelHook, has_hooks_inside
 from megatrain_accelerate.layers.ambient_state import autocast_again, parameters_as
 from megatrain_accelerate.layers.nested_tensors import taken_apart, tensors_in
+from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.proxy import is_proxy
-from megatrain_accelerate.layers.token_wise import examine, kind_of
+from megatrain_accelerate.layers.token_wise import MAKES_LITTLE, examine, kind_of
 
 AUTO_TILE_TOKENS = 8192
 """Tokens of a tile that the plan chooses: products of as many rows run at full speed, and the widest tensors of a layer of
 several billion parameters take a few hundred MiB."""
+
+LARGE_PART = 8 * 2**20
+"""Numbers in a part's matrices from which on it leaves padding out (:mod:`.padding`)."""
 
 verdicts: dict[Hashable, str | None] = {}
 """Why modules run whole, or None; of all engines of the process, by kind of module."""
@@ -88,6 +92,9 @@ class TokenTiles:
         self.tile_tokens = 0
         """Tokens of a tile, those of all samples together; 0 for none. Set by the plan between steps."""
         self._parts = {part: name for name, part in parts}
+        self._large = [part for part in self._parts if _matrix_elements(part) >= LARGE_PART]
+        self._leaves_padding_out: dict[Hashable, bool] = {}
+        """By part, and what may change of it or its call from one step to the next."""
         self.found: dict[str, str | None] = {}
         """Why what was called with one row a token so far ran whole, by name; None for what ran by tiles, whose own parts
         aren't among it."""
@@ -110,14 +117,21 @@ class TokenTiles:
     def tiled_names(self) -> list[str]:
         return [name for name, reason in self.found.items() if reason is None]
 
-    def at_work(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-        """A call of the layer with these arguments runs in the body."""
-        shape = tokens_of(args, kwargs) if self.tile_tokens else None
-        return self._installed(shape) if shape is not None else contextlib.nullcontext()
+    def at_work(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], real: RealTokens | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """A call of the layer with these arguments runs in the body. Where nothing runs by tiles, large parts leave out what
+        isn't among the ``real`` tokens."""
+        if self.tile_tokens and (shape := tokens_of(args, kwargs)) is not None:
+            return self._installed(functools.partial(self._run, shape), self._parts)
+        if real is not None and not self.tile_tokens and tokens_of(args, kwargs) == (len(real.lengths), real.width):
+            return self._installed(functools.partial(self._run_on, real), self._large)
+        return contextlib.nullcontext()
 
     def at_work_anywhere(self) -> contextlib.AbstractContextManager[None]:
         """Parts that aren't in a layer run in the body; each is told by its own call how many tokens there are."""
-        return self._installed(None) if self.tile_tokens else contextlib.nullcontext()
+        run = functools.partial(self._run, None)
+        return self._installed(run, self._parts) if self.tile_tokens else contextlib.nullcontext()
 
     def hooks_on(self, model: nn.Module) -> list[Any]:
         """Calls of the model have its parts at work from now on, but for trials past its hooks."""
@@ -135,11 +149,11 @@ class TokenTiles:
         ]
 
     @contextlib.contextmanager
-    def _installed(self, shape: tuple[int, int] | None) -> Iterator[None]:
-        own = {part: part.__dict__.get("forward") for part in self._parts}
+    def _installed(self, run: Callable[..., Any], parts: Iterable[nn.Module]) -> Iterator[None]:
+        own = {part: part.__dict__.get("forward") for part in parts}
         try:
             for part in own:
-                part.__dict__["forward"] = functools.partial(self._run, part, part.forward, shape)
+                part.__dict__["forward"] = functools.partial(run, part, part.forward)
             yield
         finally:
             for part, forward in own.items():
@@ -147,8 +161,21 @@ class TokenTiles:
                 if forward is not None:
                     part.__dict__["forward"] = forward
 
+    def _run_on(self, real: RealTokens, part: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        call = _TiledCall(part, forward, args, kwargs)
+        if call.token_dim((len(real.lengths), real.width)) != 1:
+            return forward(*args, **kwargs)
+        # A rate of dropout may have been set since.
+        key = (part, part.training, torch.is_autocast_enabled(), *(getattr(child, "p", 0) for child in part.modules()))
+        if key not in self._leaves_padding_out:
+            self._leaves_padding_out[key] = self._reason_against(part, call, 1) in (None, MAKES_LITTLE)
+            if self._leaves_padding_out[key]:
+                inside = {*part.modules()} - {part}
+                self._large = [other for other in self._large if other not in inside]
+        return real.run(call.run, call.tensors) if self._leaves_padding_out[key] else forward(*args, **kwargs)
+
     def _run(
-        self, part: nn.Module, forward: Callable[..., Any], shape: tuple[int, int] | None, /, *args: Any, **kwargs: Any
+        self, shape: tuple[int, int] | None, part: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         shape = shape or tokens_of(args, kwargs)
         if shape is None or shape[0] * shape[1] <= self.tile_tokens:
@@ -174,6 +201,10 @@ class TokenTiles:
             reason = verdicts[kind]
         self.found[self._parts[part]] = reason
         return reason
+
+
+def _matrix_elements(part: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in part.parameters() if parameter.dim() == 2)
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:

@@ -32,6 +32,8 @@ _TOLERANCE = 0.02
 WORTH_TILING = 2.5
 """What a module makes on its way, in sizes of its output, below which its tiles would save nothing: a product is 1, with a
 bias 2 at most."""
+MAKES_LITTLE = "it makes little besides its output"
+"""Why a module that treats every token alone isn't to run by tiles."""
 
 
 def kind_of(module: nn.Module, signature: Hashable) -> Hashable:
@@ -99,7 +101,7 @@ def _examine(call: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tenso
     if float((alone - expected).abs().max()) > _TOLERANCE * float(expected.abs().max()):
         return "a token's output depends on its place"
     if watch.made_bytes < WORTH_TILING * whole.nbytes:
-        return "it makes little besides its output"
+        return MAKES_LITTLE
     return None
 
 

@@ -18,6 +18,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.proxy import install_proxy, remove_proxy
 from megatrain_accelerate.loss.products import product_form
 from megatrain_accelerate.loss.tiled_cross_entropy import Operation, TiledCrossEntropy, strip_tokens
@@ -61,6 +62,8 @@ class HeadCall:
     bias: torch.Tensor | None
     weights_version: Callable[[], Any]
     version_at_call: Any
+    real: RealTokens | None = None
+    """Of the batch, those that aren't padding; None where it has little of that."""
     is_observed: bool = False
     """Whether somebody waits for the gradient of the logits."""
 
@@ -190,11 +193,16 @@ class _Plain(torch.autograd.Function):
 
 
 def lazy_linear(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weights_version: Callable[[], Any]
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    weights_version: Callable[[], Any],
+    real: RealTokens | None = None,
 ) -> LazyLogits:
     """``torch.nn.functional.linear`` of (..., D), (V, D), and (V,) or None, in the dtype in which the head computes, later.
-    ``weights_version`` changes whenever the weights do; logits that are read after that can't be made."""
-    call = HeadCall(hidden, weight, bias, weights_version, weights_version())
+    ``weights_version`` changes whenever the weights do; logits that are read after that can't be made. A loss of them looks
+    which tokens have a label if the batch has ``real`` ones among others; for that it waits for the device."""
+    call = HeadCall(hidden, weight, bias, weights_version, weights_version(), real)
     logits: LazyLogits = _LazyLinear.apply(hidden, weight, bias, call)
     return logits
 
@@ -268,6 +276,8 @@ def _tiled(
         elif operation.function is _aten.slice.Tensor:
             dim = operation.args[0] if operation.args else 0
             hidden = hidden if dim % hidden.dim() == hidden.dim() - 1 else operation(hidden)
+    if call.real is not None:
+        hidden, target = call.real.labelled(hidden, target, ignore_index)
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
     return TiledCrossEntropy.apply(hidden, head_weight, bias, target, chain, options)
 
@@ -287,11 +297,17 @@ def find_head(model: Any, layers: Iterable[nn.Module]) -> nn.Linear | None:
 class TiledHead:
     """Makes a head return lazy logits in training, until :meth:`remove`. The head changes class as streamed layers do, so
     copies and pickles of the model hold the plain one. ``weights_version`` changes whenever its weights do; ``before_copy`` is
-    called before the head is copied or pickled."""
+    called before the head is copied or pickled; ``real`` tells the real tokens of the batch."""
 
-    def __init__(self, head: nn.Linear, weights_version: Callable[[], Any], before_copy: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        head: nn.Linear,
+        weights_version: Callable[[], Any],
+        before_copy: Callable[[], None],
+        real: Callable[[], RealTokens | None],
+    ) -> None:
         self._head = head
-        self._weights_version = weights_version
+        self._weights_version, self._real = weights_version, real
         for dtype in {head.weight.dtype, torch.bfloat16} - {torch.float32}:
             product_form(head.weight.device.type, dtype)  # so that no step has to wait for the device
         self._forward = install_proxy(head, self._run, before_copy)
@@ -311,7 +327,7 @@ class TiledHead:
             hidden, weight, bias = hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
         if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
             return self._forward(*args)
-        return lazy_linear(hidden, weight, bias, self._weights_version)
+        return lazy_linear(hidden, weight, bias, self._weights_version, self._real())
 
     def _is_worth_waiting(self, hidden: Any) -> bool:
         head = self._head

@@ -459,11 +459,15 @@ class DevicePlan:
             # Backward takes twice the FLOPs of forward.
             pass_flops = 3 * sum(outline.profiles[call.kind].forward.flops for call in outline.forward_calls)
             saved_seconds = steps * self.micro_batches * _SAVED_SHARE * pass_flops / _EAGER_FLOPS
-            compiled.pays = saved_seconds >= COMPILE_SECONDS * len(outline.profiles)
+            real = self._runtime.calls.real  # which compiled layers don't tell from padding
+            saves_more = real is None or 1 - real.share < _SAVED_SHARE
+            compiled.pays = saves_more and saved_seconds >= COMPILE_SECONDS * len(outline.profiles)
             # Whether micro-batches are joined is decided once, by the times of layers as they will run.
             is_plain = self.micro_batches == 1 and self._runtime.batch_cut.asked is None
             if compiled.pays and is_plain and not compiled.compilations:
                 self._compiles_after, compiled.pays = self._runtime.steps_taken, False
+            elif not saves_more:
+                logger.info("megatrain: layers aren't compiled, so that they leave out the padding of batches")
             elif not compiled.pays:
                 text = "megatrain: %d steps don't pay for compiling the layers (compile_layers: true compiles them)"
                 logger.info(text, steps)

@@ -1,0 +1,127 @@
+"""Padding: what a batch holds behind the ends of its shorter sequences. Large parts of the layers leave it out.
+
+In a causal model nothing behind a sequence's end reaches its tokens, and where no label asks for it the loss doesn't either:
+what is computed there is never read. An MLP or a large projection, which treat each token alone (:mod:`.token_wise`), then run
+on the real tokens, and give zeros for the others. Attention and norms run on all of them. Padding was left out of BERT's
+training in the same way (Zeng et al., arXiv 2208.08124), there in all of the model, which has to know of it.
+
+B samples, T tokens of the longest, N real tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+_WORTH_LEAVING_OUT = 0.1
+"""Of a batch: gathering and scattering what is left costs about as much as a twentieth of an MLP."""
+_MULTIPLE = 64
+"""Tokens that are computed: products of other numbers of rows are slower. Padding fills up the rest."""
+_IGNORED = -100
+"""The label of a token that transformers' losses leave out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RealTokens:
+    """Which tokens of a batch are computed by the parts that leave padding out: the first ones of each sample."""
+
+    lengths: tuple[int, ...]
+    """Of the samples, in order."""
+    width: int
+    """T."""
+    index: torch.Tensor
+    """int64 (N,), on the device: their places among B x T."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> RealTokens | None:
+        """Those of samples of these lengths, in a batch as wide as ``width``; None where too little would be left out."""
+        count = sum(lengths)
+        missing, fuller = -count % _MULTIPLE, []
+        for length in lengths:
+            more = min(missing, width - length)
+            missing -= more
+            fuller.append(length + more)
+        if missing or sum(fuller) > (1 - _WORTH_LEAVING_OUT) * len(lengths) * width:
+            return None
+        places = torch.cat([torch.arange(row * width, row * width + length) for row, length in enumerate(fuller)])
+        return cls(tuple(lengths), width, places.to(device, non_blocking=True))
+
+    @property
+    def share(self) -> float:
+        """Of the batch that isn't padding."""
+        return sum(self.lengths) / (len(self.lengths) * self.width)
+
+    def of_samples(self, begin: int, end: int) -> RealTokens | None:
+        """Those of some of the samples, for a piece of the batch."""
+        return self.of(self.lengths[begin:end], self.width, self.index.device)
+
+    def run(self, part: Callable[[list[torch.Tensor]], torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """``part`` of tensors of shape (B, T, ...), called with (1, N, ...); what it returns as (B, T, ...) again."""
+        made = part([_Take.apply(tensor.flatten(0, 1), self.index)[None] for tensor in tensors])
+        count = len(self.lengths) * self.width
+        return _Put.apply(made[0], self.index, count).unflatten(0, (len(self.lengths), self.width))
+
+    def labelled(self, hidden: torch.Tensor, target: torch.Tensor, ignored: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of ``hidden`` (B x T, D) and ``target`` (B x T,) that have a label, if any has. Waits for the device."""
+        if isinstance(target, FakeTensor) or target.is_meta:  # a run without data: at most these have one
+            return hidden[: len(self.index)], target[: len(self.index)]
+        index = (target != ignored).nonzero().flatten()
+        return (_Take.apply(hidden, index), target[index]) if len(index) else (hidden, target)
+
+
+class _Take(torch.autograd.Function):
+    """Some rows. Torch's own way back adds them up by atomic operations, in case one was taken twice."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.index, ctx.count = index, len(rows)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _Put.apply(gradient, ctx.index, ctx.count), None
+
+
+class _Put(torch.autograd.Function):
+    """Rows at their places among ``count``, and zeros at the others."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
+        ctx.index = index
+        return rows.new_zeros(count, *rows.shape[1:]).index_copy_(0, index, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _Take.apply(gradient, ctx.index), None, None
+
+
+def may_leave_padding_out(model: nn.Module, layers: Collection[str]) -> bool:
+    """Whether nothing behind a sequence's end reaches its tokens in this model, whose layers have these names: it is a causal
+    language model of transformers, be it within an adapter's, with a single row of layers."""
+    causal = [module for module in model.modules() if type(module).__name__.endswith("ForCausalLM")]
+    in_two_parts = any(getattr(getattr(module, "config", None), "is_encoder_decoder", False) for module in causal)
+    return bool(causal) and not in_two_parts and len({name.rpartition(".")[0] for name in layers}) == 1
+
+
+def real_tokens(inputs: Mapping[str, Any]) -> RealTokens | None:
+    """Those of a training forward that is called with ``inputs``, by name; None where all of the batch has to be computed.
+
+    The batch has a mask (B, T) that ends each sample, and labels (B, T) none of which asks for what follows the end. Waits for
+    the device, as transformers does when it looks whether a mask hides anything.
+    """
+    mask, labels = inputs.get("attention_mask"), inputs.get("labels")
+    if not (isinstance(mask, torch.Tensor) and isinstance(labels, torch.Tensor)):
+        return None
+    if mask.dim() != 2 or mask.shape != labels.shape or mask.device != labels.device or mask.shape[1] < 2:
+        return None
+    is_real, has_label = mask != 0, labels != _IGNORED
+    is_right = (is_real[:, 1:] <= is_real[:, :-1]).all()
+    # A token gives the label behind it; in a model that doesn't shift them, its own.
+    is_asked = (has_label & ~is_real).any() | (has_label[:, 1:] & ~is_real[:, :-1]).any()
+    suits, *lengths = torch.cat([(is_right & ~is_asked)[None], is_real.sum(1)]).tolist()
+    return RealTokens.of(lengths, mask.shape[1], mask.device) if suits else None
