@@ -1,0 +1,177 @@
+"""Padding that large parts of the layers and the loss leave out: when, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import attach
+from plain_torch import tiny_model
+from torch import nn
+
+from megatrain_accelerate.layers import token_tiles
+from megatrain_accelerate.layers.padding import RealTokens, may_leave_padding_out, real_tokens
+from megatrain_accelerate.loss import tiled_cross_entropy
+
+WIDTH = 128
+LENGTHS = (128, 70, 41, 12, 3)
+TOLERANCE = 2e-6
+"""Relative to the largest, in fp32: products of other numbers of rows may add in another order."""
+
+
+def batch(lengths: tuple[int, ...] = LENGTHS, left: bool = False) -> dict[str, torch.Tensor]:
+    """Random texts, padded, and labels that leave the padding out."""
+    ids = torch.randint(1, 128, (len(lengths), WIDTH), generator=torch.Generator().manual_seed(3))
+    mask = torch.stack([(torch.arange(WIDTH) < length).long() for length in lengths])
+    mask = mask.flip(1) if left else mask
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of small models' parts, too; how many tokens each part computed that left padding out."""
+    computed: list[int] = []
+    run = RealTokens.run
+
+    def noting(self: RealTokens, part: Callable[[list[torch.Tensor]], torch.Tensor], tensors: Any) -> torch.Tensor:
+        def counted(given: list[torch.Tensor]) -> torch.Tensor:
+            computed.append(given[0].shape[1])
+            return part(given)
+
+        return run(self, counted, tensors)
+
+    monkeypatch.setattr(token_tiles, "LARGE_PART", 1000)
+    monkeypatch.setattr(tiled_cross_entropy, "STRIP_BYTES", 2**14)
+    monkeypatch.setattr(RealTokens, "run", noting)
+    return computed
+
+
+def gradients(model: nn.Module, *batches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    losses = [model(**one).loss for one in batches]
+    torch.stack(losses).sum().backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return found | {"losses": torch.stack(losses).detach()}
+
+
+def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        assert float((ours[name] - expected).abs().max()) <= TOLERANCE * max(1.0, float(expected.abs().max())), name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kept_layers": 0},
+        {"kept_layers": 4},
+        {"kept_layers": 0, "offloaded_layers": 4},
+        {"kept_layers": 0, "micro_batch_size": 2},
+        {"kept_layers": 0, "kept_attention": 4},
+        {"kept_layers": 0, "tiled_loss": False},
+    ],
+    ids=lambda settings: "-".join(f"{key}_{value}" for key, value in settings.items()),
+)
+def test_gradients_are_those_of_all_tokens(settings: dict[str, Any], rows: list[int]) -> None:
+    model = tiny_model(max_position_embeddings=WIDTH).train()
+    expected = gradients(copy.deepcopy(model), batch())
+    engine = attach(model, bf16=False, **settings)
+    assert_close(gradients(model, batch()), expected)
+    # 254 tokens, filled up to a multiple of 64. In pieces of two samples 198 of 256 are filled up to all, 53 and 3 to 64.
+    assert set(rows) == ({64} if "micro_batch_size" in settings else {256})
+    engine.close()
+
+
+def test_each_of_two_forwards_before_a_backward_has_its_own_tokens(rows: list[int]) -> None:
+    model = tiny_model().train()
+    batches = batch(), batch((5, 128, 20, 60, 9))
+    expected = gradients(copy.deepcopy(model), *batches)
+    engine = attach(model, bf16=False, kept_layers=0)
+    assert_close(gradients(model, *batches), expected)
+    assert set(rows) == {256}
+    engine.close()
+
+
+def test_a_batch_with_little_padding_is_computed_as_it_is(rows: list[int]) -> None:
+    model = tiny_model().train()
+    engine = attach(model, bf16=False, kept_layers=0)
+    expected = gradients(copy.deepcopy(tiny_model().train()), batch((128, 128, 120)))
+    assert_close(gradients(model, batch((128, 128, 120))), expected)
+    assert not rows
+    engine.close()
+
+
+def test_a_part_that_draws_random_numbers_computes_all_tokens(rows: list[int]) -> None:
+    class Dropping(nn.Module):
+        def __init__(self, mlp: nn.Module) -> None:
+            super().__init__()
+            self.mlp, self.dropout = mlp, nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.dropout(self.mlp(x))
+
+    model = tiny_model().train()
+    for layer in model.model.layers:
+        layer.mlp = Dropping(layer.mlp)
+    plain = copy.deepcopy(model)
+    engine = attach(model, bf16=False, kept_layers=0)
+    torch.manual_seed(1)
+    expected = gradients(plain, batch())
+    torch.manual_seed(1)
+    assert_close(gradients(model, batch()), expected)  # the same elements are dropped
+    assert rows  # of the MLP within, and of projections
+    engine.close()
+
+
+def with_label(row: int, token: int) -> dict[str, torch.Tensor]:
+    found = batch()
+    found["labels"][row, token] = 5
+    return found
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        batch(left=True),  # a token of padding is asked for the first one of the text
+        with_label(1, 71),
+        with_label(1, 127),
+        batch((128, 120, 125)),
+        {**batch(), "attention_mask": batch()["attention_mask"].flip(0)},
+        {**batch(), "attention_mask": batch()["attention_mask"].index_fill(1, torch.tensor([1]), 0)},
+        {**batch(), "labels": torch.zeros(5)},
+        {key: value for key, value in batch().items() if key != "labels"},
+        {key: value for key, value in batch().items() if key != "attention_mask"},
+    ],
+    ids=["left", "label_of_padding", "last_label", "little", "another_mask", "a_hole", "classes", "no_labels", "no_mask"],
+)
+def test_all_of_a_batch_is_computed_where_its_padding_may_be_read(inputs: dict[str, torch.Tensor]) -> None:
+    assert real_tokens(inputs) is None
+    assert real_tokens(batch()) is not None
+
+
+def test_the_first_tokens_of_each_sample_are_real_and_padding_fills_up_a_multiple_of_64() -> None:
+    found = real_tokens(batch())
+    assert found is not None
+    assert found.share == sum(LENGTHS) / 640
+    expected = [row * WIDTH + token for row, length in enumerate(LENGTHS) for token in range(length)]
+    assert set(expected) < set(found.index.tolist())
+    assert len(found.index) == 256
+    pieces = [found.of_samples(1, 3), found.of_samples(0, 1), found.of_samples(3, 5)]
+    assert [piece and len(piece.index) for piece in pieces] == [128, None, 64]
+
+
+def test_padding_is_left_out_of_causal_models_of_text_alone() -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+
+    causal = tiny_model()
+    names = [f"model.layers.{index}" for index in range(4)]
+    assert may_leave_padding_out(causal, names)
+    assert not may_leave_padding_out(causal, [*names, "vision.blocks.0"])
+    assert may_leave_padding_out(get_peft_model(causal, LoraConfig(target_modules=["q_proj"])), names)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    assert not may_leave_padding_out(BertForMaskedLM(BertConfig(vocab_size=64, **sizes)), names)
+    two_parts = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_ff=16, num_layers=1, num_heads=2))
+    assert not may_leave_padding_out(two_parts, names)
