@@ -209,7 +209,7 @@ class ForecastPlan(DevicePlan):
         return {**super()._fixed_bytes_by_kind(outline), **exchange}
 
     def _place(self, placement: Placement) -> None:
-        self.placement = placement
+        self._note(placement=placement)
 
     def leanest(self, outline: StepOutline) -> Candidate:
         """The placement that takes the least device memory, whether it fits or not: what the settings ask for and nothing

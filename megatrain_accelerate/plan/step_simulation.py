@@ -1,23 +1,21 @@
 """The duration of a step under a placement, by arithmetic on its outline.
 
-It is a small simulation of the pipeline: the device's compute, the two directions of the link, and the host's
-optimizer, each a resource that does one thing at a time, over three steps of which the last counts.
+It is a small simulation of the pipeline: the device's compute, the two directions of the link, and the host's optimizer, each
+a resource that does one thing at a time, over three steps of which the last counts.
 
-The host's optimizer and the copies over the link share the host's memory. While it steps, copies go at a share of their speed.
-The optimizer itself goes at 90% beside copies of weights, and at ``Machine.step_share_beside_copies`` of that while the
-forward above it sends activations to the host.
+The optimizer and the link's copies share the host's memory: while it steps, copies go at a share of their speed. It goes at
+90% beside copies of weights, and at ``Machine.step_share_beside_copies`` of that while the forward above it sends activations.
 
-Of several ranks it is one that is simulated. Gradients are exchanged before they go to the host, in the same order, and a rank
-copies and steps its share of them. Of several machines each sends the others their shares of what its ranks have added up, and
-gets as much; weights come back in the same way when they are stepped. Its ranks divide both its network and what goes over it.
+Of several ranks one is simulated. Gradients are exchanged before they go to the host, in the same order, and a rank copies and
+steps its share. Of several machines each sends the others their shares of what its ranks have added up, and gets as much;
+stepped weights come back in the same way. Its ranks divide both its network and what goes over it.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable
 
 from megatrain_accelerate.gradients.offload import GRADIENT_SLOTS
 from megatrain_accelerate.plan.machine import Machine
@@ -52,7 +50,7 @@ class Resource:
 class HostOptimizer(Resource):
     def __init__(self) -> None:
         super().__init__()
-        self._spans: collections.deque[tuple[float, float]] = collections.deque()
+        self._spans: list[tuple[float, float]] = []
 
     def work(self, seconds: float, not_before: float = 0.0) -> float:
         start = max(self.free_at, not_before)
@@ -62,14 +60,8 @@ class HostOptimizer(Resource):
         self._spans.append((start, end))
         return end
 
-    def forget_before(self, moment: float) -> None:
-        """Nothing that begins before ``moment`` is asked for any more."""
-        while self._spans and self._spans[0][1] <= moment:
-            self._spans.popleft()
-
     def end_beside(self, start: float, seconds: float, share: float) -> float:
-        """When something is over that begins at ``start`` and takes ``seconds`` alone. While the optimizer is at work, it
-        goes at a share of that speed."""
+        """When something is over that takes ``seconds`` alone, and goes at a share of that speed beside the optimizer."""
         now, left = start, seconds
         for begin, end in self._spans:
             if end <= now:
@@ -146,51 +138,34 @@ class StepTime:
     @property
     def bound_by(self) -> str:
         """The resource that is at work longest."""
-        busy = {
-            "compute": self.compute,
-            "H2D": self.h2d,
-            "D2H": self.d2h,
-            "host step": self.host_step,
-            "network": self.network,
-        }
-        return max(busy, key=busy.__getitem__)
+        names = ("compute", "H2D", "D2H", "host step", "network")
+        return max(zip(names, dataclasses.astuple(self)[1:], strict=True), key=lambda busy: busy[1])[0]
 
 
-class _CallSeconds(NamedTuple):
-    forward: float
-    kept_forward: float
-    recompute: float
-    backward: float
-    """From what was kept."""
-    attention: float
-    """Of a forward, what isn't computed again where attention's results are kept."""
-    experts: float
-    """The same of the results of experts in parts: their share of the forward's costs."""
+class _CallSeconds:
+    """Seconds of a call: what was measured, or else follows from the costs."""
 
+    def __init__(self, profile: LayerProfile, machine: Machine) -> None:
+        def known(measured: float | None, costs: OpCosts) -> float:
+            return costs.seconds(machine) if measured is None else measured
 
-def _call_seconds(profile: LayerProfile, machine: Machine) -> _CallSeconds:
-    """What was measured, or else follows from the costs."""
-
-    def known(measured: float | None, costs: OpCosts) -> float:
-        return costs.seconds(machine) if measured is None else measured
-
-    forward = profile.forward.seconds(machine)
-    kept_forward = known(profile.kept_forward_seconds, profile.forward)
-    return _CallSeconds(
-        known(profile.forward_seconds, profile.forward),
-        kept_forward,
-        kept_forward if profile.recompute_seconds is None else profile.recompute_seconds,
-        known(profile.backward_seconds, profile.backward),
-        known(profile.attention_seconds, profile.attention),
-        kept_forward * profile.experts.seconds(machine) / forward if forward else 0.0,
-    )
+        self.forward = known(profile.forward_seconds, profile.forward)
+        self.kept_forward = known(profile.kept_forward_seconds, profile.forward)
+        self.recompute = self.kept_forward if profile.recompute_seconds is None else profile.recompute_seconds
+        self.backward = known(profile.backward_seconds, profile.backward)
+        """From what was kept."""
+        self.attention = known(profile.attention_seconds, profile.attention)
+        """Of a forward, what isn't computed again where attention's results are kept."""
+        forward = profile.forward.seconds(machine)
+        self.experts = self.kept_forward * profile.experts.seconds(machine) / forward if forward else 0.0
+        """The same of the results of experts in parts: their share of the forward's costs."""
 
 
 class _Pipeline:
     def __init__(self, outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> None:
         self.outline = outline.at(*placement.budgets)
         self.model, self.placement, self.machine = model, placement, machine
-        self.seconds = {kind: _call_seconds(profile, machine) for kind, profile in self.outline.profiles.items()}
+        self.seconds = {kind: _CallSeconds(profile, machine) for kind, profile in self.outline.profiles.items()}
         self.sent = sent_bytes(outline, placement)
         self.compute, self.host, self.network = Resource(), HostOptimizer(), Resource()
         self.h2d = Link(machine.h2d_bytes, machine.h2d_share_in_step, self.host)
@@ -256,7 +231,7 @@ class _Pipeline:
                     again = 0.0
                 end = self.parts.compute(event, again + seconds.backward, ready, is_last)
                 if not leaves:
-                    self._make_means(unit, end)
+                    self._exchange(2 * unit.gradient_bytes, end)  # out in shares, and back as means
                 else:
                     out = self.send_gradients(unit, end)
                     if is_last and self.model.steps_in_backward:
@@ -275,7 +250,7 @@ class _Pipeline:
                 copies.bring_ahead(event.layer, issued_at)
         self.compute.work(self.outline.tail_costs.seconds(machine))
         for unit in [*self.model.groups_after, *self.model.groups_before]:
-            self.compute.work(0.0, self._make_means(unit, self.compute.free_at))
+            self.compute.work(0.0, self._exchange(2 * unit.gradient_bytes, self.compute.free_at))
             if is_last and not placement.groups_on_device:
                 sum_bytes = unit.sum_bytes if self.model.micro_batches > 1 else 0
                 self.d2h.copy((unit.gradient_bytes + sum_bytes) // self.model.ranks, self.compute.free_at)
@@ -295,10 +270,6 @@ class _Pipeline:
         if model.machines == 1:
             return not_before
         return self.network.work(size_bytes * (1 - 1 / model.machines) / model.network_bytes, not_before)
-
-    def _make_means(self, unit: UnitSizes, computed_at: float) -> float:
-        """Gradients that stay on the device become the ranks' means: they go out in shares, and come back as means."""
-        return self._exchange(2 * unit.gradient_bytes, computed_at)
 
     def send_gradients(self, unit: UnitSizes, computed_at: float, is_added: bool = False) -> float:
         """A unit's gradients go to the host, ``is_added`` to some of the same backward; returns when they are there."""
@@ -321,19 +292,15 @@ class _Pipeline:
     def step(self) -> None:
         """Called when every gradient is on the host: what ``optimizer.step()`` does."""
         model, placement = self.model, self.placement
-        self.host.forget_before(min(self.h2d.free_at, self.d2h.free_at))
         now = self.compute.work(0.0, self.d2h.free_at)
-        stepped_on_device = [model.layers[i] for i in placement.on_device]
-        groups: tuple[Sequence[UnitSizes], ...] = (model.groups_before, model.groups_after)
-        if placement.groups_on_device:
-            stepped_on_device += model.groups
-            groups = ((), ())
-        before = [(unit, self.step_unit(unit, now)) for unit in groups[0]]
+        are_there = placement.groups_on_device
+        stepped_on_device = [*(model.layers[i] for i in placement.on_device), *(model.groups if are_there else ())]
+        before = [(unit, self.step_unit(unit, now)) for unit in model.groups_before if not are_there]
         for layer, unit in enumerate(model.layers):
             if layer not in placement.on_device and not model.steps_in_backward:
                 self.applied[layer] = self.step_unit(unit, now)
             self.parts.step(layer, now)
-        after = [(unit, self.step_unit(unit, now)) for unit in groups[1]]
+        after = [(unit, self.step_unit(unit, now)) for unit in model.groups_after if not are_there]
         # Issued when its step is over, between copies of layers that were issued before and after, while layers are stepped.
         self.before_at, self.after_at = (
             max((self.h2d.copy_between(unit.weight_bytes, stepped) for unit, stepped in units), default=now)
@@ -424,9 +391,8 @@ class _ActivationCopies:
             self._bring_back(ahead, issued_at)
 
     def _bring_back(self, call: int, issued_at: float) -> None:
-        if any(leaving == call for leaving, _ in self._leaving):
-            return  # still there
-        if call in self._gone and call not in self._back:
+        is_there = call in self._back or any(leaving == call for leaving, _ in self._leaving)
+        if call in self._gone and not is_there:
             self._back[call] = self._pipeline.h2d.copy(self._pipeline.sent[call], max(self._gone[call], issued_at))
 
 

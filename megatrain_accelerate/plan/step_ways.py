@@ -15,6 +15,7 @@ import torch
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.token_tiles import AUTO_TILE_TOKENS
+from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.placement_search import Candidate, PlacementSearch
 from megatrain_accelerate.plan.plan_record import PlanRecord
 from megatrain_accelerate.plan.step_profile import StepOutline
@@ -35,11 +36,9 @@ def take_way_of(runtime: StreamingRuntime, step: StepOutline | PlanRecord) -> No
 @contextlib.contextmanager
 def way_put_back(runtime: StreamingRuntime) -> Iterator[None]:
     """Layers run after the body as they did before it."""
-    before = runtime.batch_cut.chosen, runtime.token_tile
-    try:
+    cut = runtime.batch_cut
+    with replaced(cut, "chosen", cut.chosen), replaced(runtime, "token_tile", runtime.token_tile):
         yield
-    finally:
-        runtime.batch_cut.chosen, runtime.token_tile = before
 
 
 class WayChoice:
