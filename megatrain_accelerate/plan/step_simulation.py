@@ -13,6 +13,7 @@ stepped weights come back in the same way. Its ranks divide both its network and
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 from collections.abc import Hashable
@@ -63,7 +64,7 @@ class HostOptimizer(Resource):
     def end_beside(self, start: float, seconds: float, share: float) -> float:
         """When something is over that takes ``seconds`` alone, and goes at a share of that speed beside the optimizer."""
         now, left = start, seconds
-        for begin, end in self._spans:
+        for begin, end in self._spans[max(0, bisect.bisect(self._spans, (start,)) - 1) :]:
             if end <= now:
                 continue
             if now + left <= begin:
