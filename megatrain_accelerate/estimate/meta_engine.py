@@ -179,11 +179,11 @@ class ForecastPlan(DevicePlan):
         exchange_bytes: float = math.inf,
         network_bytes: float = math.inf,
     ) -> None:
-        self._machine, self._gpu_bytes, self._ranks = machine, gpu_bytes, engine.ranks
+        self._machine, self._gpu_bytes = machine, gpu_bytes
         self._gpus, self._machines, self._network_bytes = engine.gpus, engine.machines, network_bytes
         # Tensors without data say that they are the CPU's: no GPU has to be here.
         super().__init__(engine.runtime, config, torch.device("cpu"))
-        self.micro_batches, self._exchange_bytes = micro_batches, exchange_bytes
+        self.micro_batches, self._ranks, self._exchange_bytes = micro_batches, engine.ranks, exchange_bytes
         self.store_bytes = engine.store_bytes(self.adds_on_host)
         self._host_bytes = self.store_bytes if host_bytes is None else host_bytes
 

@@ -86,6 +86,7 @@ class DevicePlan:
         self._foreseen: dict[Hashable, StepOutline] = {}
         self._table: str | None = None
         """That of a plan that was just made, until it is shown."""
+        self._ranks = runtime.sums.ranks
         self._smallest_budget_bytes: int | None = None
         """Of several ranks, while they plan together."""
         self._exchange_bytes = math.inf
@@ -106,7 +107,8 @@ class DevicePlan:
         self._choices = Choices.of_settings(config, count)
         runtime.token_tile = 0 if config.token_tile == "auto" else int(config.token_tile)
         self._asked = Placement.of_counts(count, **self._choices.fewest(count))
-        runtime.keep_states_on_host = self._keep_states_on_host
+        # An optimizer may work there alone.
+        runtime.keep_states_on_host = lambda: self._place(self.placement.with_states_on_host())
         self._place(self._asked)
 
     @property
@@ -168,10 +170,6 @@ class DevicePlan:
     @functools.cached_property
     def _machine(self) -> Machine:
         return measured_machine(self._device, self._runtime.kernels, self._ranks)
-
-    @functools.cached_property
-    def _ranks(self) -> int:
-        return self._runtime.sums.ranks
 
     def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Before a forward without gradients: what lives on the device leaves until the next training forward if this one
@@ -345,8 +343,8 @@ class DevicePlan:
                     break
                 try:
                     # Room for batches that never came isn't worth smaller pieces, or tiles.
-                    by_way = self._ways(model, batch).best()[0] if growth == 1.0 else self._outline(model, batch)
-                    outline = self._in_proportion(batch, by_way)
+                    ways = self._ways(model, batch)
+                    outline = self._in_proportion(batch, ways.best()[0] if growth == 1.0 else ways.outline())
                 except Exception as error:  # the model bounds sequences in a way of its own
                     logger.info("megatrain: no larger batches can be planned for (%s)", error)
                     continue
@@ -491,12 +489,8 @@ class DevicePlan:
         everything = self.search_for(outline, int(CERTAIN_SHARE * self._budget_bytes())).everything()
         return None if everything is None else dataclasses.replace(outline, surely_fits=True)
 
-    def _outline(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
-        """Of a step by the way that the runtime has."""
-        return outline_step(model, self._runtime, inputs, self._device)
-
     def _ways(self, model: nn.Module, inputs: Mapping[str, Any]) -> WayChoice:
-        outline = functools.partial(self._outline, model, inputs)
+        outline = functools.partial(outline_step, model, self._runtime, inputs, self._device)
         ids = inputs.get("input_ids")  # beside which a picture may have a row for each of its patches
         samples = max(rows_of(dict(inputs) if ids is None else ids), default=1)
         return WayChoice(self._runtime, self._config, samples, outline, self.search_for if self.has_budget else None)
@@ -540,10 +534,6 @@ class DevicePlan:
     def _settled(self) -> Placement:
         """What the settings ask for and nothing more, as far as the optimizers allow it."""
         return self._asked if self._runtime.states_may_move else self._asked.with_states_on_host()
-
-    def _keep_states_on_host(self) -> None:
-        """An optimizer works there from now on."""
-        self._place(self.placement.with_states_on_host())
 
     def model_sizes(self) -> Model:
         runtime, config, sizes = self._runtime, self._config, self._unit_sizes

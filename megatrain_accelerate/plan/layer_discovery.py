@@ -98,14 +98,11 @@ def _repeated_modules(model: nn.Module, classes: set[str] | None) -> set[int]:
     """Ids of members of a ``ModuleList`` or ``Sequential`` with at least two members of one class, in ``classes``."""
     wanted: set[int] = set()
     for container in model.modules():
-        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
-            continue
-        members = [child for child in container if next(child.parameters(), None) is not None]
-        if classes is None:
+        if isinstance(container, (nn.ModuleList, nn.Sequential)):
+            members = [child for child in container if next(child.parameters(), None) is not None]
             counts = collections.Counter(map(type, members))
-            wanted.update(id(child) for child in members if counts[type(child)] > 1)
-        else:
-            wanted.update(id(child) for child in members if type(child).__name__ in classes)
+            chosen = [kind for kind, count in counts.items() if (count > 1 if classes is None else kind.__name__ in classes)]
+            wanted.update(id(child) for child in members if type(child) in chosen)
     return wanted
 
 

@@ -59,7 +59,7 @@ class WayChoice:
         outline: Callable[[], StepOutline],
         search: Callable[[StepOutline], PlacementSearch] | None,
     ) -> None:
-        self._runtime, self._outline, self._search = runtime, outline, search
+        self._runtime, self.outline, self._search = runtime, outline, search
         asked = runtime.batch_cut.asked
         self._samples = samples if asked is None else min(samples, asked)
         self._tile = None if config.token_tile == "auto" else int(config.token_tile)
@@ -108,7 +108,7 @@ class WayChoice:
 
     def _outlined(self, samples: int | None, tile_tokens: int) -> StepOutline:
         self._runtime.batch_cut.chosen, self._runtime.token_tile = samples, tile_tokens
-        return self._outline()
+        return self.outline()
 
     def _fastest(self, tile_tokens: int) -> tuple[StepOutline, Candidate | None]:
         """The whole batch if that fits, else the largest pieces that do, and the best placement; else the smallest pieces."""
