@@ -19,7 +19,7 @@ from megatrain_accelerate.kernels.device import can_step_on
 from megatrain_accelerate.layers.micro_batches import rows_of
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.parallel.ranks import Ranks
-from megatrain_accelerate.plan.evaluation_weights import EvaluationWeights, has_cache
+from megatrain_accelerate.plan.evaluation_weights import EvaluationWeights
 from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.layer_measurement import CERTAIN_SHARE, measure_layers
 from megatrain_accelerate.plan.machine import (
@@ -174,24 +174,20 @@ class DevicePlan:
     def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Before a forward without gradients: what lives on the device leaves until the next training forward if this one
         wouldn't fit beside it. Where there is room to spare, layers that stream are held (:mod:`.evaluation_weights`)."""
-        moves = self.placement.on_device and not self._is_displaced and self._device.type == "cuda"
-        holds = self.evaluation_weights.may_be_held
-        if self._runtime.open_forwards or not (moves or holds):
+        if self._runtime.open_forwards:
             return
-        if holds:
+        if self.evaluation_weights.may_be_held:
             self.evaluation_weights.before_forward(model, inputs, self._left_bytes)
-        # Of a generation the first forward is the one to predict; of the others those that matter.
-        if moves or (holds and has_cache(inputs) and self.has_budget):
+        if self.placement.on_device and not self._is_displaced and self._device.type == "cuda":
             needed_bytes = self.evaluation_weights.needed_bytes(model, inputs)
-            if moves and needed_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
+            if needed_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
                 logger.info("megatrain: layers leave the GPU for an evaluation of %.1f GiB", needed_bytes / GIB)
                 self._is_displaced = True
                 self._runtime.place((), groups_on_device=False)
 
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Plans for a training forward on ``inputs``, keyword arguments of the model, if no plan covers it. A forward that
-        begins before the backward of another (a preference loss on two batches) is recomputed whole, and the next plan
-        leaves room for as many at once."""
+        """Plans for a training forward on ``inputs``, the model's arguments, if no plan covers it. One that begins before
+        another one's backward (a preference loss) is recomputed whole, and the next plan leaves room for as many at once."""
         if open_forwards := self._runtime.open_forwards:
             self._note_rows(row_size(inputs))
             if open_forwards >= self._made.forwards_at_once:
@@ -331,8 +327,8 @@ class DevicePlan:
     def _batch_to_plan_for(
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
     ) -> tuple[Mapping[str, Any], StepOutline]:
-        """The batch to plan for and its step: in the first plan the batch itself, in later ones a batch that covers
-        all batches so far and, if such a step fits, larger ones."""
+        """The batch to plan for, and its step: first the batch itself, later one that covers all so far, or more if it
+        fits."""
         plans = self._made.plans
         if plans and self.has_budget:
             # Steps may be planned anew for another reason than their batches: more forwards at once.
@@ -377,8 +373,8 @@ class DevicePlan:
             self._adopt(record)
 
     def expect_steps(self, steps: int | None, compiles: bool | None = None, record: dict[str, Any] | None = None) -> None:
-        """A training begins, of so many optimizer steps if that is known: layers are compiled only if that
-        pays for itself. ``compiles`` is what the training chose before it was interrupted, ``record`` its :attr:`record`."""
+        """A training begins, of so many optimizer steps if that is known: layers are compiled only if that pays for itself.
+        ``compiles`` is what the training chose before it was interrupted, ``record`` its :attr:`record`."""
         if record is not None or (steps, compiles) != self._expected:
             self._expected = (steps, compiles)
             self._note(rows=RowSizes())
@@ -406,17 +402,13 @@ class DevicePlan:
     @property
     def has_budget(self) -> bool:
         """Whether device memory is planned with; else nothing is placed and no time predicted."""
-        # Each token that is generated asks, and what is free is the driver's to say, which takes milliseconds.
+        # Not by what is free: that is the driver's to say, which takes milliseconds.
         return self._config.gpu_memory_bytes is not None or self._device.type == "cuda"
 
     def foresee(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
-        """The outline of a step on ``inputs``, without planning for it. :meth:`follow` on the like takes it over. The first is
-        measured, later ones are scaled from it where they can be.
-
-        Raises:
-            UnsupportedError: the batch can't run in pieces.
-            Exception: whatever the model raises when it looks at its data.
-        """
+        """The outline of a step on ``inputs``, without planning for it; :meth:`follow` takes it over. The first is measured,
+        and later ones are scaled from it where they can be. Raises an ``UnsupportedError`` for a batch that can't run in
+        pieces, and whatever the model raises when it looks at its data."""
         shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
         key = (self._runtime.batch_cut.asked, shapes)
         if key not in self._foreseen:
@@ -454,8 +446,8 @@ class DevicePlan:
         return self.search_for(self.foresee(model, inputs)).best()
 
     def _decide_on_compiling(self, outline: StepOutline) -> None:
-        """Layers are compiled if the training is long enough to pay for it. The first outline of a training decides. Even then
-        the first step runs uncompiled, so that the user soon sees the script work."""
+        """The first outline of a training decides whether it is long enough to pay for compiling layers. The first step runs
+        uncompiled even then, so that the user soon sees the script work."""
         compiled, steps = self._runtime.compiled, self._expected[0]
         if compiled.is_optional and compiled.pays is None and steps is not None:
             # Backward takes twice the FLOPs of forward.

@@ -37,31 +37,24 @@ def is_next_token(inputs: Mapping[str, Any]) -> bool:
 
 def cache_bytes(inputs: Mapping[str, Any]) -> int:
     """Bytes of the tensors in the key-value caches (or states) among a forward's arguments, whatever their class."""
-    found: dict[int, int] = {}
-    seen: set[int] = set()
-
-    def look(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            found[id(value)] = value.nbytes
-        elif id(value) not in seen:
-            seen.add(id(value))
+    found: dict[int, Any] = {}
+    todo: list[Any] = [inputs.get(name) for name in CACHE_ARGUMENTS]
+    while todo:
+        value = todo.pop()
+        if id(value) not in found:
+            found[id(value)] = value
             if isinstance(value, (Mapping, list, tuple)):
-                for item in value.values() if isinstance(value, Mapping) else value:
-                    look(item)
+                todo += value.values() if isinstance(value, Mapping) else value
             elif type(value).__module__.partition(".")[0] == "transformers" and not isinstance(value, type):
-                look(getattr(value, "__dict__", {}))
-
-    for name in CACHE_ARGUMENTS:
-        look(inputs.get(name))
-    return sum(found.values())
+                todo.append(getattr(value, "__dict__", {}))
+    return sum(value.nbytes for value in found.values() if isinstance(value, torch.Tensor))
 
 
 class EvaluationWeights:
     """Chooses the layers that are held between forwards without gradients.
 
-    Under ``auto`` from the first forward of a generation on, or the second of others in a row, since a single one (a
-    reference model's, once a training step) gains nothing; as many layers as fit beside what the forward needs, its caches
-    counted twice so that they can grow.
+    Under ``auto`` from the first forward of a generation on, or the second of others in a row (a reference model's, once a
+    training step, gains nothing); as many as fit beside what it needs, its caches counted twice so that they can grow.
     """
 
     def __init__(self, runtime: StreamingRuntime, setting: str) -> None:
@@ -92,8 +85,7 @@ class EvaluationWeights:
         self._forwards += 1
         if self._setting == "auto" and self._forwards < 2 and not has_cache(inputs):
             return
-        left = left_bytes()
-        if left is None and self._setting != "resident":
+        if (left := left_bytes()) is None and self._setting != "resident":
             return
         spare: float = math.inf
         if left is not None:

@@ -1,9 +1,8 @@
 """What runs of a model on tensors without data need besides ``FakeTensorMode``.
 
 Values, since many forwards look at small integers: the longest position, whether a mask is full, the sizes of images. And care
-for code that torch's dispatcher doesn't see. Compiled functions and Triton kernels go by the addresses of their arguments,
-which are zero: what is written there ends the CUDA context, and with it the run. Caches of functions would keep tensors
-without data, which the next real forward would find.
+for code that torch's dispatcher doesn't see: compiled functions and Triton kernels would write to address zero, which ends the
+CUDA context and the run, and caches of functions would keep tensors without data for the next real forward.
 """
 
 from __future__ import annotations

@@ -201,10 +201,8 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> lis
             readers.setdefault(id(parameter), []).append(module)
 
     def users(name: str) -> Iterator[nn.Module]:
-        """The module, what is around it up to the outermost without layers, and a parent with layers that may read it first.
-
-        Such a parent runs for as long as its layers: it waits for what its layers need, not for what comes after them.
-        """
+        """The module, what is around it up to the outermost without layers, and a parent with layers that may read it first:
+        it runs for as long as its layers, and waits for what they need, not for what comes after them."""
         module, seen = outside[name]
         is_embedding = isinstance(module, nn.Embedding)
         yield module

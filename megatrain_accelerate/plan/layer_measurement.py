@@ -108,11 +108,9 @@ def measure_layers(
 ) -> StepOutline:
     """The outline with measured profiles, of a prepared model on a CUDA device, between steps.
 
-    ``inputs`` are the keyword arguments of the real call that the outline is of; a step may take ``budget_bytes``. If the
-    model ``is_plain``, layers will compute with their own parameters: what is compiled here is for such, too.
-
-    Raises:
-        torch.OutOfMemoryError: the working set of one layer doesn't fit.
+    ``inputs`` are the arguments of the real call that the outline is of; a step may take ``budget_bytes``. If the model
+    ``is_plain``, layers will compute with their own parameters: what is compiled here is for such, too. Raises a
+    ``torch.OutOfMemoryError`` if the working set of one layer doesn't fit.
     """
     device = runtime.streams.device
     layers = _MeasuredLayers(runtime, outline, budget_bytes, is_plain)

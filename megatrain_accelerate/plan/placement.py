@@ -213,9 +213,8 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
     def extra_bytes(call: int, made: int) -> int:
         """What is there besides what the outline and kept layers hold; negative if more is away.
 
-        Of the calls whose activations or inputs go to the host those of two are on the device at a time: in forward this one,
-        if they are ``made`` (0 or 1), and, for as many calls as there are from one offloaded layer to the next, the one
-        before it; in backward the one that follows.
+        Of the calls whose activations or inputs go to the host two's are on the device at a time: in forward this one's, if
+        they are ``made`` (0 or 1), and until the next offloaded layer those of the one before it; in backward the next one's.
         """
         before = max(0, call - placement.offload_spacing)
         return sum(at_once[i] for i in range(before, call + made) if not is_input[i]) - inputs_before[before]

@@ -1,7 +1,6 @@
 """A plan as plain data in a checkpoint, from which a training that is resumed goes on.
 
-A plan that is made anew, from the first batch after a checkpoint, could differ from the one before it: other layers would be
-kept, or run in other pieces, and compiled layers would give other bits.
+One that is made anew, from the first batch after a checkpoint, could differ: compiled layers would give other bits.
 """
 
 from __future__ import annotations

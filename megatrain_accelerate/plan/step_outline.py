@@ -37,7 +37,6 @@ from megatrain_accelerate.transfer import activation_offload
 Reckoning = Callable[[StreamedLayer, LayerProfile, SavedInForward], LayerProfile]
 
 _KNOWN_PACKAGES = ("transformers", "peft")
-_Mode = contextlib.AbstractContextManager[Any]
 
 _kinds: dict[Hashable, int] = {}
 """The kinds of calls so far, numbered: a search looks their profiles up some million times."""
@@ -203,13 +202,22 @@ class _Outliner:
             with torch.enable_grad(), without_saving():
                 self._run(layer, *as_leaves(args, kwargs, needs))
 
+        def spared_by(results: AttentionResults | ExpertResults, recording: Any, replaying: Any) -> tuple[OpCosts, int]:
+            """What a forward costs less that has the results of another one, and the bytes of those."""
+            before = live.costs
+            with recording:
+                run_again()
+            between, size_bytes = live.costs, results.size_bytes
+            with replaying:
+                run_again()
+            return (between - before) - (live.costs - between), size_bytes
+
         of_attention, of_experts = AttentionResults(), ExpertResults()
-        modes: tuple[_Mode, _Mode] = (of_attention.recording(), of_attention.replaying())
-        attention, attention_bytes = self._spared_by(of_attention, modes, run_again)
+        attention, attention_bytes = spared_by(of_attention, of_attention.recording(), of_attention.replaying())
         experts, expert_bytes = OpCosts(), 0
         if layer.experts:
             modes = (of_experts.at_work(layer, False), of_experts.at_work(layer, True))
-            experts, expert_bytes = self._spared_by(of_experts, modes, run_again)
+            experts, expert_bytes = spared_by(of_experts, *modes)
         profile = LayerProfile(
             forward=forward,
             backward=backward,
@@ -232,19 +240,6 @@ class _Outliner:
         self.profiles[kind] = profile.of_pieces(split, whole_bytes)
         live.take_peak()
         self.costs_before = live.costs
-
-    def _spared_by(
-        self, results: AttentionResults | ExpertResults, modes: tuple[_Mode, _Mode], run: Callable[[], None]
-    ) -> tuple[OpCosts, int]:
-        """What a forward costs less that has the results of another one, and the bytes of those."""
-        recording, replaying = modes
-        before = self._live.costs
-        with recording:
-            run()
-        between, size_bytes = self._live.costs, results.size_bytes
-        with replaying:
-            run()
-        return (between - before) - (self._live.costs - between), size_bytes
 
 
 def as_leaves(
