@@ -48,13 +48,8 @@ class Choices:
     @classmethod
     def of_settings(cls, config: MegatrainConfig, layers: int) -> Choices:
         fixed = config.placement
-        return cls(
-            kept=fixed.kept_layers,
-            offloaded=fixed.offloaded_layers,
-            on_device=fixed.device_layers,
-            attention_kept=fixed.kept_attention,
-            inputs_offloaded=None if fixed.offloaded_inputs is None else layers * fixed.offloaded_inputs,
-        )
+        inputs = None if fixed.offloaded_inputs is None else layers * fixed.offloaded_inputs
+        return cls(fixed.kept_layers, fixed.offloaded_layers, fixed.device_layers, inputs, fixed.kept_attention)
 
     def fewest(self, layers: int) -> dict[str, Any]:
         """What is fixed and nothing more, as arguments of :meth:`Placement.of_counts`."""

@@ -105,21 +105,23 @@ class Slots:
     """So many slots for weights, which take turns: each is free when what used it last has computed."""
 
     def __init__(self, count: int, link: Link) -> None:
-        self._link = link
-        self._users: collections.deque[tuple[Hashable, float]] = collections.deque(maxlen=count)
+        self._count, self._link = count, link
+        self._users: dict[Hashable, float] = {}
+        """Until when each computes, the latest last."""
 
     def filled_at(self, holder: Hashable, size_bytes: int, not_before: float) -> float:
         """When the holder's weights are in a slot, the copy queued if they aren't yet; 0 if they are."""
-        if any(held == holder for held, _ in self._users):
+        if holder in self._users:
             return 0.0
-        free_at = self._users[0][1] if len(self._users) == self._users.maxlen else 0.0
+        free_at = next(iter(self._users.values())) if len(self._users) == self._count else 0.0
         return self._link.copy(size_bytes, max(not_before, free_at))
 
     def use(self, holder: Hashable, until: float) -> None:
         """The holder computes with its slot until then."""
-        others = [user for user in self._users if user[0] != holder]
-        self._users.clear()
-        self._users.extend([*others, (holder, until)])
+        self._users.pop(holder, None)
+        if len(self._users) == self._count:
+            del self._users[next(iter(self._users))]
+        self._users[holder] = until
 
     def forget(self) -> None:
         self._users.clear()
@@ -171,10 +173,10 @@ class _Pipeline:
         self.compute, self.host, self.network = Resource(), HostOptimizer(), Resource()
         self.h2d = Link(machine.h2d_bytes, machine.h2d_share_in_step, self.host)
         self.d2h = Link(machine.d2h_bytes, machine.d2h_share_in_step, self.host)
-        self.applied = [0.0] * len(model.layers)
+        self.applied: dict[Hashable, float] = collections.defaultdict(float)
+        """When a layer, or a part of its experts by its place, was stepped."""
         self.before_at = self.after_at = 0.0
-        self.slots = Slots(model.slots, self.h2d)
-        self.parts = _Parts(self)
+        self.slots, self.part_slots = Slots(model.slots, self.h2d), Slots(model.slots, self.h2d)
         self.gradients_out: collections.deque[float] = collections.deque(maxlen=GRADIENT_SLOTS)
         self.step_bytes_per_second = machine.host_step_traffic * self._step_share()
 
@@ -218,7 +220,7 @@ class _Pipeline:
             if event.is_backward:
                 ready = max(ready, copies.back_at(event.layer, issued_at))
                 if leaves:
-                    ready = max(ready, self.gradient_slot_at())
+                    ready = max(ready, self._gradient_slot_at())
                 again = seconds.recompute
                 if event.layer in placement.attention_kept:  # such a layer isn't compiled
                     again = seconds.kept_forward - seconds.attention
@@ -228,18 +230,18 @@ class _Pipeline:
                     again -= seconds.experts
                 elif event.layer in self.model.parts:
                     # Experts' results don't wait: all parts come once more.
-                    self.parts.compute(event, again, ready)
+                    self._compute_call(event, again, ready)
                     again = 0.0
-                end = self.parts.compute(event, again + seconds.backward, ready, is_last)
+                end = self._compute_call(event, again + seconds.backward, ready, is_last)
                 if not leaves:
                     self._exchange(2 * unit.gradient_bytes, end)  # out in shares, and back as means
                 else:
-                    out = self.send_gradients(unit, end)
+                    out = self._send_gradients(unit, end)
                     if is_last and self.model.steps_in_backward:
-                        self.applied[event.layer] = self.step_unit(unit, out)
+                        self.applied[event.layer] = self._step_unit(unit, out)
             else:
                 copies.make_room()
-                end = self.parts.compute(event, seconds.kept_forward if remembers else seconds.forward, ready)
+                end = self._compute_call(event, seconds.kept_forward if remembers else seconds.forward, ready)
                 copies.leave(end)
                 if position == last_forward:
                     self.compute.work(0.0, self.after_at)
@@ -255,6 +257,31 @@ class _Pipeline:
             if is_last and not placement.groups_on_device:
                 sum_bytes = unit.sum_bytes if self.model.micro_batches > 1 else 0
                 self.d2h.copy((unit.gradient_bytes + sum_bytes) // self.model.ranks, self.compute.free_at)
+
+    def _compute_call(self, event: Event, seconds: float, ready: float, is_last: bool | None = None) -> float:
+        """A layer computes for ``seconds`` in all once its own weights are ``ready``; returns when it has. Experts that stream
+        in parts take even shares of it, in each piece of a batch. Of a backward, ``is_last`` says whether it is the last
+        before a step; it is None for a forward."""
+        parts = self.model.parts.get(event.layer, ())
+        if not parts:
+            return self.compute.work(seconds, ready)
+        pieces = self.outline.profiles[event.kind].pieces
+        keyed = [((event.layer, place), part) for place, part in enumerate(parts)]
+        end, out = self.compute.work(0.0, ready), 0.0
+        for piece in range(pieces):
+            for key, part in keyed if is_last is None else reversed(keyed):
+                filled_at = self.part_slots.filled_at(key, part.weight_bytes, self.applied[key])
+                ready = max(filled_at, self._gradient_slot_at() if is_last is not None else 0.0)
+                end = self.compute.work(seconds / (pieces * len(parts)), ready)
+                self.part_slots.use(key, end)
+                if is_last is not None and part.gradient_bytes:
+                    out = self._send_gradients(part, end, is_added=piece > 0)
+        if is_last and self.model.steps_in_backward and any(part.gradient_bytes for part in parts):
+            # One step of all, when the last gradients have come.
+            for part in parts:
+                out = self._step_unit(part, out)
+            self.applied.update((key, out) for key, _ in keyed)
+        return end
 
     def _exchange(self, size_bytes: int, computed_at: float) -> float:
         """All ranks send so many bytes to the others, on the stream of copies to the host, and then over the network; returns
@@ -272,7 +299,7 @@ class _Pipeline:
             return not_before
         return self.network.work(size_bytes * (1 - 1 / model.machines) / model.network_bytes, not_before)
 
-    def send_gradients(self, unit: UnitSizes, computed_at: float, is_added: bool = False) -> float:
+    def _send_gradients(self, unit: UnitSizes, computed_at: float, is_added: bool = False) -> float:
         """A unit's gradients go to the host, ``is_added`` to some of the same backward; returns when they are there."""
         ranks = self.model.ranks
         out = self.d2h.copy(unit.gradient_bytes // ranks, self._exchange(unit.gradient_bytes, computed_at))
@@ -282,10 +309,10 @@ class _Pipeline:
             self.host.work(unit.parameters * (10 if unit.sum_bytes else 6) / ranks / self.machine.host_step_traffic, out)
         return out
 
-    def gradient_slot_at(self) -> float:
+    def _gradient_slot_at(self) -> float:
         return self.gradients_out[0] if len(self.gradients_out) == GRADIENT_SLOTS else 0.0
 
-    def step_unit(self, unit: UnitSizes, not_before: float) -> float:
+    def _step_unit(self, unit: UnitSizes, not_before: float) -> float:
         """The host steps this rank's share of a unit; returns when it has, and other machines' shares have come."""
         stepped = self.host.work(unit.step_traffic / self.model.ranks / self.step_bytes_per_second, not_before)
         return self._over_network(unit.gradient_bytes, stepped)  # weights have as many bytes
@@ -296,62 +323,23 @@ class _Pipeline:
         now = self.compute.work(0.0, self.d2h.free_at)
         are_there = placement.groups_on_device
         stepped_on_device = [*(model.layers[i] for i in placement.on_device), *(model.groups if are_there else ())]
-        before = [(unit, self.step_unit(unit, now)) for unit in model.groups_before if not are_there]
-        for layer, unit in enumerate(model.layers):
-            if layer not in placement.on_device and not model.steps_in_backward:
-                self.applied[layer] = self.step_unit(unit, now)
-            self.parts.step(layer, now)
-        after = [(unit, self.step_unit(unit, now)) for unit in model.groups_after if not are_there]
+        before = [(unit, self._step_unit(unit, now)) for unit in model.groups_before if not are_there]
+        for layer, unit in enumerate(model.layers if not model.steps_in_backward else ()):
+            if layer not in placement.on_device:
+                self.applied[layer] = self._step_unit(unit, now)
+            for place, part in enumerate(model.parts.get(layer, ())):
+                self.applied[layer, place] = self._step_unit(part, now)
+        after = [(unit, self._step_unit(unit, now)) for unit in model.groups_after if not are_there]
         # Issued when its step is over, between copies of layers that were issued before and after, while layers are stepped.
         self.before_at, self.after_at = (
             max((self.h2d.copy_between(unit.weight_bytes, stepped) for unit, stepped in units), default=now)
             for units in (before, after)
         )
         self.slots.forget()
+        self.part_slots.forget()
         self.compute.work(0.0, self.compute.free_at + self.machine.step_overhead)
         stepped_bytes = sum(unit.step_traffic + _NORM_BYTES * unit.parameters for unit in stepped_on_device)
         self.compute.work(stepped_bytes / self.machine.device_bytes)
-
-
-class _Parts:
-    """The experts of layers that stream in parts: a layer's compute is spread evenly over them, for each piece of a batch."""
-
-    def __init__(self, pipeline: _Pipeline) -> None:
-        self._pipeline = pipeline
-        self._applied: dict[tuple[int, int], float] = {}
-        self._slots = Slots(pipeline.model.slots, pipeline.h2d)
-
-    def compute(self, event: Event, seconds: float, ready: float, is_last: bool | None = None) -> float:
-        """A layer computes for ``seconds`` in all once its own weights are ``ready``; returns when it has. Of a backward,
-        ``is_last`` says whether it is the last before a step; it is None for a forward."""
-        pipeline, parts = self._pipeline, self._pipeline.model.parts.get(event.layer, ())
-        if not parts:
-            return pipeline.compute.work(seconds, ready)
-        pieces = pipeline.outline.profiles[event.kind].pieces
-        places = range(len(parts)) if is_last is None else range(len(parts) - 1, -1, -1)
-        end, out = pipeline.compute.work(0.0, ready), 0.0
-        for piece in range(pieces):
-            for place in places:
-                part, key = parts[place], (event.layer, place)
-                filled_at = self._slots.filled_at(key, part.weight_bytes, self._applied.get(key, 0.0))
-                ready = max(filled_at, pipeline.gradient_slot_at() if is_last is not None else 0.0)
-                end = pipeline.compute.work(seconds / (pieces * len(parts)), ready)
-                self._slots.use(key, end)
-                if is_last is not None and part.gradient_bytes:
-                    out = pipeline.send_gradients(part, end, is_added=piece > 0)
-        if is_last and pipeline.model.steps_in_backward and any(part.gradient_bytes for part in parts):
-            # One step of all, when the last gradients have come.
-            for part in parts:
-                out = pipeline.step_unit(part, out)
-            self._applied.update(dict.fromkeys(((event.layer, place) for place in places), out))
-        return end
-
-    def step(self, layer: int, now: float) -> None:
-        """``optimizer.step()`` comes to the layer."""
-        self._slots.forget()
-        for place, part in enumerate(self._pipeline.model.parts.get(layer, ())):
-            if not self._pipeline.model.steps_in_backward:
-                self._applied[layer, place] = self._pipeline.step_unit(part, now)
 
 
 class _ActivationCopies:
