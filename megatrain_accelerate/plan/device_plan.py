@@ -34,10 +34,11 @@ from megatrain_accelerate.plan.machine import (
 from megatrain_accelerate.plan.other_batches import (
     GROWTH_FACTORS,
     BatchExtent,
-    RowSizes,
     enlarged_batch,
     extrapolated_outline,
     row_size,
+    sizes_after,
+    sizes_vary,
 )
 from megatrain_accelerate.plan.placement import Model, Placement, UnitSizes, peak_bytes, sent_bytes
 from megatrain_accelerate.plan.placement_search import Candidate, Choices, PlacementSearch
@@ -320,9 +321,9 @@ class DevicePlan:
 
     def _note_rows(self, *sizes: int) -> None:
         """Where lengths vary, by batch or by rank, each graph of a compiled layer is made for any of them."""
-        rows = functools.reduce(RowSizes.after, sizes, self._made.rows)
-        self._note(rows=rows)
-        self._runtime.compiled.sizes_vary = rows.vary or any(size != rows.first for size in sizes)
+        so_far = functools.reduce(sizes_after, sizes, self._made.row_sizes)
+        self._note(row_sizes=so_far)
+        self._runtime.compiled.sizes_vary = sizes_vary(so_far) or any(size != so_far[0] for size in sizes)
 
     def _batch_to_plan_for(
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
@@ -377,7 +378,7 @@ class DevicePlan:
         ``compiles`` is what the training chose before it was interrupted, ``record`` its :attr:`record`."""
         if record is not None or (steps, compiles) != self._expected:
             self._expected = (steps, compiles)
-            self._note(rows=RowSizes())
+            self._note(row_sizes=())
             self._run_layers(compiles if self._runtime.compiled.is_optional else None)
         self._resumed = record
 

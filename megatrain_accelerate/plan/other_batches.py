@@ -56,27 +56,15 @@ def row_size(inputs: Mapping[str, Any]) -> int:
     return sum({math.prod(tensor.shape[1:]) for tensor in tensors})
 
 
-@dataclasses.dataclass(frozen=True)
-class RowSizes:
-    """The row sizes (:func:`row_size`) of a training's batches, as far as they tell whether all are of one size."""
+def sizes_after(sizes: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """The row sizes (:func:`row_size`) of a training's first two batches, and of up to two later ones that differ from all
+    before: with ``size``, that of one more."""
+    return sizes if len(sizes) > 1 and (size in sizes or sizes_vary(sizes)) else (*sizes, size)
 
-    first: int = 0
-    """Of the first batch; 0 before it."""
-    second: int = 0
-    odd: int = 0
-    """Of a later batch that differed from the first two, which were alike."""
-    vary: bool = False
+
+def sizes_vary(sizes: tuple[int, ...]) -> bool:
     """Whether any batch may have another size. A single odd one, as an epoch may end with, doesn't tell that."""
-
-    def after(self, size: int) -> RowSizes:
-        """These and that of another batch."""
-        if not self.first:
-            return RowSizes(size)
-        if not self.second:
-            return RowSizes(self.first, size, vary=size != self.first)
-        if self.vary or size in (self.first, self.odd):
-            return self
-        return dataclasses.replace(self, vary=True) if self.odd else dataclasses.replace(self, odd=size)
+    return len(sizes) > 3 or len({*sizes[:2]}) > 1
 
 
 def enlarged_batch(model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, growth: float) -> dict[str, Any] | None:
