@@ -177,8 +177,7 @@ class DevicePlan:
         wouldn't fit beside it. Where there is room to spare, layers that stream are held (:mod:`.evaluation_weights`)."""
         if self._runtime.open_forwards:
             return
-        if self.evaluation_weights.may_be_held:
-            self.evaluation_weights.before_forward(model, inputs, self._left_bytes)
+        self.evaluation_weights.before_forward(model, inputs, self._left_bytes)
         if self.placement.on_device and not self._is_displaced and self._device.type == "cuda":
             needed_bytes = self.evaluation_weights.needed_bytes(model, inputs)
             if needed_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
@@ -262,7 +261,7 @@ class DevicePlan:
         """Plans for a batch of this extent, which no plan covers."""
         budget_bytes = self._budget_bytes()
         # A plan that fills the memory has no room for a batch that is only a little larger; a mere prediction may wait.
-        if not budget_bytes and self._made.planned.scaled(_CLEARLY_LARGER).covers(extent):
+        if not budget_bytes and self._made.planned.covers(extent, _CLEARLY_LARGER):
             return
         self._runtime.refresh_if_written()
         seen = self._made.seen.union(extent)

@@ -63,11 +63,6 @@ class EvaluationWeights:
         self._evaluated = BatchExtent()
         self._is_full = self._is_warned = self._is_warned_of_experts = False
 
-    @property
-    def may_be_held(self) -> bool:
-        """Whether the setting and the placement leave layers to hold."""
-        return self._setting != "stream" and not self._runtime.prefetcher.all_on_device
-
     def needed_bytes(self, model: nn.Module, inputs: Mapping[str, Any]) -> int:
         """Predicted, of the largest forward without gradients so far, this one included; 0 if unknown."""
         # A token's inputs grow by its mask; it needs less than the text before it, and can't run without its cache.
@@ -82,6 +77,8 @@ class EvaluationWeights:
     def before_forward(self, model: nn.Module, inputs: Mapping[str, Any], left_bytes: Callable[[], int | None]) -> None:
         """Before a forward without gradients: holds more layers if there is room, or gives some up if there is none.
         ``left_bytes`` tells what is left of the budget beside all that the engine holds, None without one."""
+        if self._setting == "stream" or self._runtime.prefetcher.all_on_device:
+            return
         self._forwards += 1
         if self._setting == "auto" and self._forwards < 2 and not has_cache(inputs):
             return

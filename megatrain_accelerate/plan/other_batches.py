@@ -34,13 +34,9 @@ class BatchExtent:
         text = _text(inputs)
         return cls(elements, next(iter(text.values())).shape[1] if text else 0)
 
-    def covers(self, other: BatchExtent) -> bool:
-        """Whether a step on a batch of that extent needs at most the memory of one on a batch of this."""
-        return other.elements <= self.elements and (not self.length or other.length <= self.length)
-
-    def scaled(self, factor: float) -> BatchExtent:
-        """Both multiplied by ``factor``, rounded down."""
-        return BatchExtent(int(factor * self.elements), int(factor * self.length))
+    def covers(self, other: BatchExtent, factor: float = 1.0) -> bool:
+        """Whether a step on a batch of that extent needs at most the memory of one on a batch of this times ``factor``."""
+        return other.elements <= factor * self.elements and (not self.length or other.length <= factor * self.length)
 
     def union(self, other: BatchExtent) -> BatchExtent:
         """The smallest extent that covers both."""
