@@ -125,7 +125,7 @@ class DevicePlan:
 
     @property
     def predicted_bytes(self) -> int:
-        """Predicted peak of device memory for the largest batch so far; 0 before the first plan, or if unknown."""
+        """Predicted peak of device memory for the batch that is planned for; 0 before the first plan, or if unknown."""
         return self._made.predicted_bytes
 
     @property
@@ -327,8 +327,8 @@ class DevicePlan:
     def _batch_to_plan_for(
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
     ) -> tuple[Mapping[str, Any], StepOutline]:
-        """The batch to plan for, and its step: first the batch itself, later one that covers all so far, or more if it
-        fits."""
+        """The batch to plan for and its step: in the first plan the batch itself, in later ones a batch that covers all
+        batches so far and, if such a step fits, larger ones."""
         plans = self._made.plans
         if plans and self.has_budget:
             # Steps may be planned anew for another reason than their batches: more forwards at once.

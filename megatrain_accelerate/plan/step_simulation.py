@@ -106,25 +106,22 @@ class Slots:
 
     def __init__(self, count: int, link: Link) -> None:
         self._count, self._link = count, link
-        self._users: dict[Hashable, float] = {}
-        """Until when each computes, the latest last."""
+        self.forget()
 
     def filled_at(self, holder: Hashable, size_bytes: int, not_before: float) -> float:
         """When the holder's weights are in a slot, the copy queued if they aren't yet; 0 if they are."""
-        if holder in self._users:
-            return 0.0
-        free_at = next(iter(self._users.values())) if len(self._users) == self._count else 0.0
-        return self._link.copy(size_bytes, max(not_before, free_at))
+        free_at = next(iter(self._users.values()))
+        return 0.0 if holder in self._users else self._link.copy(size_bytes, max(not_before, free_at))
 
     def use(self, holder: Hashable, until: float) -> None:
         """The holder computes with its slot until then."""
-        self._users.pop(holder, None)
-        if len(self._users) == self._count:
-            del self._users[next(iter(self._users))]
+        del self._users[holder if holder in self._users else next(iter(self._users))]
         self._users[holder] = until
 
     def forget(self) -> None:
-        self._users.clear()
+        """All slots are free; nobody has used them."""
+        self._users: dict[Hashable, float] = {object(): 0.0 for _ in range(self._count)}
+        """Until when each computes with its slot, the latest last."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +174,8 @@ class _Pipeline:
         """When a layer, or a part of its experts by its place, was stepped."""
         self.before_at = self.after_at = 0.0
         self.slots, self.part_slots = Slots(model.slots, self.h2d), Slots(model.slots, self.h2d)
-        self.gradients_out: collections.deque[float] = collections.deque(maxlen=GRADIENT_SLOTS)
+        self.gradients_out = collections.deque([0.0] * GRADIENT_SLOTS, GRADIENT_SLOTS)
+        """When the last gradients to leave were gone, of each slot."""
         self.step_bytes_per_second = machine.host_step_traffic * self._step_share()
 
     def _step_share(self) -> float:
@@ -220,7 +218,7 @@ class _Pipeline:
             if event.is_backward:
                 ready = max(ready, copies.back_at(event.layer, issued_at))
                 if leaves:
-                    ready = max(ready, self._gradient_slot_at())
+                    ready = max(ready, self.gradients_out[0])
                 again = seconds.recompute
                 if event.layer in placement.attention_kept:  # such a layer isn't compiled
                     again = seconds.kept_forward - seconds.attention
@@ -271,7 +269,7 @@ class _Pipeline:
         for piece in range(pieces):
             for key, part in keyed if is_last is None else reversed(keyed):
                 filled_at = self.part_slots.filled_at(key, part.weight_bytes, self.applied[key])
-                ready = max(filled_at, self._gradient_slot_at() if is_last is not None else 0.0)
+                ready = max(filled_at, self.gradients_out[0] if is_last is not None else 0.0)
                 end = self.compute.work(seconds / (pieces * len(parts)), ready)
                 self.part_slots.use(key, end)
                 if is_last is not None and part.gradient_bytes:
@@ -308,9 +306,6 @@ class _Pipeline:
             # Added to those before: 6 bytes a parameter, 10 with the sums' residuals.
             self.host.work(unit.parameters * (10 if unit.sum_bytes else 6) / ranks / self.machine.host_step_traffic, out)
         return out
-
-    def _gradient_slot_at(self) -> float:
-        return self.gradients_out[0] if len(self.gradients_out) == GRADIENT_SLOTS else 0.0
 
     def _step_unit(self, unit: UnitSizes, not_before: float) -> float:
         """The host steps this rank's share of a unit; returns when it has, and other machines' shares have come."""
@@ -350,22 +345,21 @@ class _ActivationCopies:
         self._last_call = {event.layer: call for call, event in enumerate(pipeline.outline.forward_calls)}
         self._spacing = pipeline.placement.offload_spacing
         self._call = -1
-        self._leaving: collections.deque[tuple[int, float]] = collections.deque()
+        self._leaving: collections.deque[int] = collections.deque()
         self._gone: dict[int, float] = {}
         self._back: dict[int, float] = {}
 
     def make_room(self) -> None:
         """The next call begins: what left before the one before it must be gone."""
         self._call += 1
-        while len(self._leaving) > 1 or (self._leaving and self._leaving[0][0] < self._call - self._spacing):
-            self._pipeline.compute.work(0.0, self._leaving.popleft()[1])
+        while len(self._leaving) > 1 or (self._leaving and self._leaving[0] < self._call - self._spacing):
+            self._pipeline.compute.work(0.0, self._gone[self._leaving.popleft()])
 
     def leave(self, computed_at: float) -> None:
         """The call's activations begin to leave."""
-        sent = self._pipeline.sent[self._call]
-        if sent:
+        if sent := self._pipeline.sent[self._call]:
             self._gone[self._call] = self._pipeline.d2h.copy(sent, computed_at)
-            self._leaving.append((self._call, self._gone[self._call]))
+            self._leaving.append(self._call)
 
     def back_at(self, layer: int, issued_at: float) -> float:
         """When the activations are back of a layer whose backward is issued when compute gets to ``issued_at``."""
@@ -380,8 +374,7 @@ class _ActivationCopies:
             self._bring_back(ahead, issued_at)
 
     def _bring_back(self, call: int, issued_at: float) -> None:
-        is_there = call in self._back or any(leaving == call for leaving, _ in self._leaving)
-        if call in self._gone and not is_there:
+        if call in self._gone and call not in self._back and call not in self._leaving:
             self._back[call] = self._pipeline.h2d.copy(self._pipeline.sent[call], max(self._gone[call], issued_at))
 
 
