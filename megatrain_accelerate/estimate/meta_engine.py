@@ -150,12 +150,12 @@ class ForecastPlan(DevicePlan):
     def __init__(
         self, engine: MetaEngine, config: MegatrainConfig, machine: MachineDescription, micro_batches: int = 1
     ) -> None:
-        self._described, self._machine, self._ranks = machine, machine.machine, machine.all_gpus
+        self._described, self._machine = machine, machine.machine
         self.overhead_bytes = machine.gpus * CONSTANT_OVERHEAD_BYTES
         """Host memory of the processes besides the store."""
         # Tensors without data say that they are the CPU's: no GPU has to be here.
         super().__init__(engine.runtime, config, torch.device("cpu"))
-        self.micro_batches, self._exchange_bytes = micro_batches, machine.exchange_bytes
+        self.micro_batches, self._ranks, self._exchange_bytes = micro_batches, machine.all_gpus, machine.exchange_bytes
         self.store_bytes = engine.store_bytes(self.adds_on_host)
 
     def model_sizes(self) -> Model:
@@ -181,7 +181,7 @@ class ForecastPlan(DevicePlan):
         return {**super()._fixed_bytes_by_kind(outline), **exchange}
 
     def _place(self, placement: Placement) -> None:
-        self.placement = placement
+        self._note(placement=placement)
 
     def leanest(self, outline: StepOutline) -> Candidate:
         """The placement that takes the least device memory, whether it fits or not: what the settings ask for and nothing

@@ -38,9 +38,7 @@ class Adoption:
 
     Weights in mapped files are read ahead by one unit. Their cache is given back, unit by unit, where the store would
     otherwise have to be made in memory that the cache takes: the system would give it back by itself, but not in huge pages.
-
-    A model that was built without weights gets them here, but on the meta device. Units are made in the order of the
-    discovery.
+    A model that was built without weights gets them here, but on the meta device. Units come in the order of the discovery.
     """
 
     def __init__(self, model: nn.Module, discovery: Discovery, *, device: torch.device, store_bytes: int) -> None:
@@ -197,11 +195,8 @@ class _MetaWeights:
             self._inner_first.append(module)
 
     def fill_unit(self, index: int, parameters: Iterable[nn.Parameter]) -> None:
-        """Makes and initialises the parameters of a unit, on the device, and the buffers of its modules.
-
-        Raises:
-            UnsupportedError: the model has no rule for one of them, or somebody holds a weak reference to one.
-        """
+        """Makes and initialises the parameters of a unit, on the device, and the buffers of its modules. Raises an
+        ``UnsupportedError`` if the model has no rule for one, or somebody holds a weak reference to one."""
         for parameter in parameters:
             if not parameter.is_meta:
                 continue  # tied to one of an earlier unit

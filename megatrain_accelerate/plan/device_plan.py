@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from megatrain_accelerate.kernels.device import can_step_on
 from megatrain_accelerate.layers.micro_batches import rows_of
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.parallel.ranks import Ranks
-from megatrain_accelerate.plan.evaluation_weights import EvaluationWeights, has_cache
+from megatrain_accelerate.plan.evaluation_weights import EvaluationWeights
+from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.layer_measurement import CERTAIN_SHARE, measure_layers
 from megatrain_accelerate.plan.machine import (
     SEGMENT_BYTES,
@@ -33,10 +34,11 @@ from megatrain_accelerate.plan.machine import (
 from megatrain_accelerate.plan.other_batches import (
     GROWTH_FACTORS,
     BatchExtent,
-    RowSizes,
     enlarged_batch,
     extrapolated_outline,
     row_size,
+    sizes_after,
+    sizes_vary,
 )
 from megatrain_accelerate.plan.placement import Model, Placement, UnitSizes, peak_bytes, sent_bytes
 from megatrain_accelerate.plan.placement_search import Candidate, Choices, PlacementSearch
@@ -56,15 +58,9 @@ logger = logging.getLogger(__name__)
 LIBRARY_WORKSPACE_BYTES = 128 * MIB
 """Device memory for workspaces of cuBLAS (32 MiB a thread that computes) and small tensors outside the step's graph."""
 
-_NOT_PREDICTED = (
-    "megatrain: a step can't be predicted for this model (%s: %s), so that its layers stream and are recomputed; set "
-    "megatrain_config.placement.kept_layers or device_layers to give them GPU memory"
-)
-
 _CLEARLY_LARGER = 1.25
 
-# Compiling changes the numbers that a training gives. So the decision uses fixed estimates and never measured times: the same
-# training always decides in the same way.
+# Compiling changes numbers. So the decision uses fixed estimates and no measured times: equal trainings decide alike.
 COMPILE_SECONDS = 30.0
 """To compile one kind of layer. Measured: 10 s for a fixed length, up to 36 s with dynamic shapes, less with a warm cache."""
 _SAVED_SHARE = 0.25
@@ -76,8 +72,8 @@ _EAGER_FLOPS = 3.5e14
 class DevicePlan:
     """Follows the batches: when one is larger than what is planned for, its step is predicted and planned anew.
 
-    Layers are measured once, on the first batch that doesn't surely fit; other steps are extrapolated from it. The second plan
-    and later ones leave room for batches that are larger still, so that data of many lengths has few plans.
+    Layers are measured once, on the first batch that doesn't surely fit; other steps are extrapolated from it. From the second
+    on plans leave room for batches that are larger still, so that data of many lengths has few.
     """
 
     def __init__(self, runtime: StreamingRuntime, config: MegatrainConfig, device: torch.device, show: bool = False) -> None:
@@ -85,11 +81,13 @@ class DevicePlan:
         self.show = show
         """Whether this process shows the table."""
         self._made = PlanRecord()
-        """The last plan, and the batches that it covers."""
+        """The last plan, the batches that it covers, and what lies where."""
         self._measured_steps: dict[Hashable, tuple[StepOutline, StepOutline]] = {}
         """For each way of running a step, one that was measured: its estimate, and its measured outline."""
+        self._foreseen: dict[Hashable, StepOutline] = {}
         self._table: str | None = None
         """That of a plan that was just made, until it is shown."""
+        self._ranks = runtime.sums.ranks
         self._smallest_budget_bytes: int | None = None
         """Of several ranks, while they plan together."""
         self._exchange_bytes = math.inf
@@ -97,55 +95,59 @@ class DevicePlan:
         self._is_displaced = False
         """Whether an evaluation needed the room of what lives on the device."""
         self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights)
-        """Which layers stay on the device from one forward without gradients to the next."""
-        self._foreseen: dict[Hashable, StepOutline] = {}
         self._expected: tuple[int | None, bool | None] = (None, None)
         self._compiles_after: int | None = None
         """While the first step of a training is under way and layers are compiled from the second on, the steps before it."""
         self._resumed: dict[str, Any] | None = None
         """The record of an interrupted training, until its plan is taken over."""
-        self.record: dict[str, Any] | None = None
-        """The last plan, as :meth:`PlanRecord.as_data` gives it; None before the first, and without a predicted time."""
         self.micro_batches = 1
         """Backwards before each optimizer step."""
         self.reserved_share = 0.0
         """Of the device's memory, what stays free for somebody who takes it by turns with the model, and not now."""
-        self.placement = Placement()
         count = len(runtime.layers)
         self._choices = Choices.of_settings(config, count)
         runtime.token_tile = 0 if config.token_tile == "auto" else int(config.token_tile)
         self._asked = Placement.of_counts(count, **self._choices.fewest(count))
-        runtime.keep_states_on_host = self._keep_states_on_host
+        # An optimizer may work there alone.
+        runtime.keep_states_on_host = lambda: self._place(self.placement.with_states_on_host())
         self._place(self._asked)
 
     @property
+    def placement(self) -> Placement:
+        """What becomes of each layer now, and where units live."""
+        return self._made.placement
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """The last plan, as :meth:`PlanRecord.as_data` gives it; None before the first, and without a predicted time."""
+        is_planned = self._made.plans and self.predicted_time is not None and self._compiles_after is None
+        return self._made.as_data() if is_planned else None
+
+    @property
     def predicted_bytes(self) -> int:
-        """Predicted peak of the device's memory for the batch that is planned for; 0 before the first plan, or if unknown."""
+        """Predicted peak of device memory for the batch that is planned for; 0 before the first plan, or if unknown."""
         return self._made.predicted_bytes
 
     @property
     def predicted_time(self) -> StepTime | None:
-        """Predicted step on the batch that is planned for; None before the first, without a GPU or budget, or if unknown."""
+        """Predicted step on that batch; None before the first plan, without a budget, or if unknown."""
         return self._made.predicted_time
 
     def held_bytes_by_kind(self) -> dict[str, int]:
         """Bytes that the engine holds on the device now, by what they hold."""
         runtime = self._runtime
-        layers = [layer.unit for layer in runtime.layers if layer.unit.is_on_device]
-        there = [unit for unit in runtime.units if unit.is_on_device]
-
-        def held(units: Iterable[HostUnit], *kinds: str) -> int:
-            return sum(unit.bytes_by_kind().get(kind, 0) for unit in units for kind in kinds)
-
+        layers = [layer.unit.bytes_by_kind() for layer in runtime.layers if layer.unit.is_on_device]
+        there = [unit.bytes_by_kind() for unit in runtime.units if unit.is_on_device]
         # Gradients are summed on the device of all resident parameters, and of units that live there.
-        sum_bytes = held([*(group.unit for group in runtime.groups), *layers], "gradient_residuals")
+        summed = [*(group.unit.bytes_by_kind() for group in runtime.groups), *layers]
+        sum_bytes = sum(held.get("gradient_residuals", 0) for held in summed)
         return {
             "slots": runtime.prefetcher.device_bytes,
             "gradient_slots": runtime.offloader.device_bytes,
             **self._fixed_bytes_by_kind(),
             "held_layers": runtime.prefetcher.held_bytes,
-            "states": held(there, "residuals", "moments"),
-            "layers": held(layers, "weights"),
+            "states": sum(held["residuals"] + held["moments"] for held in there),
+            "layers": sum(held["weights"] for held in layers),
             **({"gradient_residuals": sum_bytes} if sum_bytes else {}),
         }
 
@@ -153,17 +155,13 @@ class DevicePlan:
         """Those under any placement: now, or when a step of this outline is under way."""
         runtime, sums = self._runtime, self._runtime.gradient_sums
         part_slots, exchange = runtime.expert_streams.prefetcher.device_bytes, runtime.offloader.exchange
-        has_sums = sums.is_made or (outline is not None and self._is_cut(outline))
+        has_sums = sums.is_made or (outline is not None and (outline.samples or runtime.batch_cut.asked))
         return {
             **({"expert_slots": part_slots} if part_slots else {}),
             "resident": sum(group.device_bytes for group in runtime.groups),
             **({"gradient_sums": sums.planned_bytes} if has_sums else {}),
             **({"exchange": exchange.device_bytes} if exchange is not None else {}),
         }
-
-    def _is_cut(self, outline: StepOutline) -> bool:
-        """Whether layers run on pieces of the batch in this step."""
-        return (outline.samples or self._runtime.batch_cut.asked) is not None
 
     @property
     def measures(self) -> bool:
@@ -174,33 +172,23 @@ class DevicePlan:
     def _machine(self) -> Machine:
         return measured_machine(self._device, self._runtime.kernels, self._ranks)
 
-    @functools.cached_property
-    def _ranks(self) -> int:
-        return self._runtime.sums.ranks
-
     def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Before a forward without gradients: what lives on the device leaves it until the next training forward if this one
+        """Before a forward without gradients: what lives on the device leaves until the next training forward if this one
         wouldn't fit beside it. Where there is room to spare, layers that stream are held (:mod:`.evaluation_weights`)."""
-        moves = self.placement.on_device and not self._is_displaced and self._device.type == "cuda"
-        holds = self.evaluation_weights.may_be_held
-        if self._runtime.open_forwards or not (moves or holds):
+        if self._runtime.open_forwards:
             return
-        if holds:
-            self.evaluation_weights.before_forward(model, inputs, self._left_bytes)
-        # Of a generation the first forward is the one to predict; of the others those that matter.
-        if moves or (holds and has_cache(inputs) and self.has_budget):
+        self.evaluation_weights.before_forward(model, inputs, self._left_bytes)
+        if self.placement.on_device and not self._is_displaced and self._device.type == "cuda":
             needed_bytes = self.evaluation_weights.needed_bytes(model, inputs)
-            if moves and needed_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
+            if needed_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
                 logger.info("megatrain: layers leave the GPU for an evaluation of %.1f GiB", needed_bytes / GIB)
                 self._is_displaced = True
                 self._runtime.place((), groups_on_device=False)
 
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Plans for a training forward on ``inputs``, keyword arguments of the model, if no plan covers it. A forward that
-        begins before the backward of another (a preference loss on two batches) is recomputed whole, and the next plan
-        leaves room for as many at once."""
-        open_forwards = self._runtime.open_forwards
-        if open_forwards:
+        """Plans for a training forward on ``inputs``, the model's arguments, if no plan covers it. One that begins before
+        another one's backward (a preference loss) is recomputed whole, and the next plan leaves room for as many at once."""
+        if open_forwards := self._runtime.open_forwards:
             self._note_rows(row_size(inputs))
             if open_forwards >= self._made.forwards_at_once:
                 self._note(forwards_at_once=open_forwards + 1, planned=BatchExtent())
@@ -225,10 +213,10 @@ class DevicePlan:
     def _plan_alone(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, *sizes: int) -> None:
         """Takes over the plan of an interrupted training, if there is one; plans if the extent isn't covered."""
         if self._resumed is not None:
-            record, self._resumed = PlanRecord.of_data(self._resumed), None
-            self._take_over(model, record)
+            self._take_over(model, self._resumed)
         self._note_rows(*sizes)
-        self._plan_for(model, inputs, extent)
+        if not self._made.planned.covers(extent):
+            self._plan(model, inputs, extent)
 
     def _plan_together(self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """One plan for all ranks, by the one with the largest batch, within the smallest budget. All decide alike whether to
@@ -240,46 +228,40 @@ class DevicePlan:
         if all(planned.covers(extent) and not resumes for *_, planned, resumes in told):
             return
         planner = max(range(ranks.size), key=lambda rank: (extents[rank].elements, extents[rank].length))
-        self._measure_together()  # before free memory is asked for: collectives make their buffers when they first run
-        self._smallest_budget_bytes = min(ranks.gather(self._budget_bytes()))
-        try:
+        # Before free memory is asked for: collectives make their buffers when they first run.
+        exchange = self._runtime.offloader.exchange
+        if self._exchange_bytes == math.inf and self.has_budget and exchange is not None:
+            _ = self._machine  # which is measured when it is first asked for
+            self._exchange_bytes = exchange.trial() / seconds_of(self._device, exchange.trial)
+        with replaced(self, "_smallest_budget_bytes", min(ranks.gather(self._budget_bytes()))):
             if ranks.rank == planner:
                 self._plan_alone(model, inputs, extent, *sizes)
             elif self.measures and self._resumed is None and not self._made.plans:
                 # It compiles its layers while the planner does. A failure recurs in the forward.
                 with contextlib.suppress(Exception):
                     self.foresee(model, inputs)
-        finally:
-            self._smallest_budget_bytes = None
         compiled = self._runtime.compiled
         own_way = compiled.pays, self._compiles_after
-        own = self._made, self.placement, self.record, *own_way, self._table
-        made, placement, self.record, compiled.pays, self._compiles_after, self._table = ranks.broadcast(own, planner)
+        own = self._made, *own_way, self._table
+        made, compiled.pays, self._compiles_after, self._table = ranks.broadcast(own, planner)
         if ranks.rank != planner:
             if own_way != (compiled.pays, self._compiles_after):  # what was measured is of layers that ran in another way
                 self._measured_steps.clear()
                 self._foreseen.clear()
-            self._resumed = None
-            self._made = made
-            take_way_of(self._runtime, made)
-            self._place(placement)
+            self._adopt(made)
             self._note_rows(*sizes)
 
-    def _measure_together(self) -> None:
-        """Called by all ranks at once, before one of them plans: each measures the machine, and the exchange."""
-        exchange = self._runtime.offloader.exchange
-        if self._exchange_bytes == math.inf and self.has_budget and exchange is not None:
-            _ = self._machine  # which is measured when it is first asked for
-            self._exchange_bytes = exchange.trial() / seconds_of(self._device, exchange.trial)
+    def _adopt(self, plan: PlanRecord) -> None:
+        """Layers run by this plan from now on."""
+        self._place(plan.placement)
+        take_way_of(self._runtime, plan)
+        self._made, self._resumed = plan, None
 
-    def _plan_for(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> None:
-        """The part of :meth:`follow` that makes a plan where none covers a batch of this extent."""
-        planned = self._made.planned
-        if planned.covers(extent):
-            return
+    def _plan(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> None:
+        """Plans for a batch of this extent, which no plan covers."""
         budget_bytes = self._budget_bytes()
         # A plan that fills the memory has no room for a batch that is only a little larger; a mere prediction may wait.
-        if not budget_bytes and planned.scaled(_CLEARLY_LARGER).covers(extent):
+        if not budget_bytes and self._made.planned.covers(extent, _CLEARLY_LARGER):
             return
         self._runtime.refresh_if_written()
         seen = self._made.seen.union(extent)
@@ -288,43 +270,65 @@ class DevicePlan:
         except torch.OutOfMemoryError:
             raise  # and the batch doesn't count: it is tried again smaller
         except Exception as error:  # a model that looks at its data can't be run without any
-            logger.log(logging.WARNING if budget_bytes else logging.INFO, _NOT_PREDICTED, type(error).__name__, error)
+            logger.log(
+                logging.WARNING if budget_bytes else logging.INFO,
+                "megatrain: a step can't be predicted for this model (%s: %s), so that its layers stream and are recomputed; "
+                "set megatrain_config.placement.kept_layers or device_layers to give them GPU memory",
+                type(error).__name__,
+                error,
+            )
             self._place(self._settled())
             self._note(planned=seen)
             return
         self._foreseen.clear()
         take_way_of(self._runtime, outline)
+        placement, time = self.placement, None
         if budget_bytes:
-            self._plan(outline, budget_bytes)
-        else:
-            self._note(predicted_bytes=self.fixed_bytes(outline) + peak_bytes(outline, self.model_sizes(), self.placement))
+            search = self.search_for(outline, budget_bytes)
+            found = search.best() or search.leanest(self._settled())
+            placement, time = found.placement, None if outline.surely_fits else found.time
+        step_bytes, fixed_bytes = peak_bytes(outline, self.model_sizes(), placement), self.fixed_bytes(outline)
+        self._place(placement)
         self._note(
             made_for=made_for(model, self._runtime, self._config, self.micro_batches),
+            offloaded_bytes=sum(sent_bytes(outline, placement)),
             seen=seen,
             planned=BatchExtent.of(batch),
             plans=self._made.plans + 1,
             samples=outline.samples,
             token_tile=outline.token_tile,
+            predicted_bytes=fixed_bytes + step_bytes,
+            predicted_time=time,
         )
-        is_recorded = self.predicted_time is not None and self._compiles_after is None
-        self.record = self._made.as_data() if is_recorded else None
+        if not budget_bytes:
+            return
+        if (self.show or self._runtime.ranks is not None) and self._compiles_after is None:
+            self._table = plan_table(self._made, self._runtime, budget_bytes, outline)
+        if self.predicted_bytes > budget_bytes:
+            held = {**self._fixed_bytes_by_kind(outline), "step": step_bytes}
+            logger.warning(
+                "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s) and %.1f GiB are planned with; if it "
+                "runs out of memory, set megatrain_config.micro_batch_size, or lower per_device_train_batch_size or the "
+                "sequence length",
+                self.predicted_bytes / GIB,
+                ", ".join(f"{kind} {count / GIB:.1f}" for kind, count in held.items()),
+                budget_bytes / GIB,
+            )
 
     def _note(self, **changes: Any) -> None:
         self._made = dataclasses.replace(self._made, **changes)
 
     def _note_rows(self, *sizes: int) -> None:
         """Where lengths vary, by batch or by rank, each graph of a compiled layer is made for any of them."""
-        rows = functools.reduce(RowSizes.after, sizes, self._made.rows)
-        if rows != self._made.rows:
-            self._note(rows=rows)
-            self.record = self.record and self._made.as_data()
-        self._runtime.compiled.sizes_vary = rows.vary or any(size != rows.first for size in sizes)
+        so_far = functools.reduce(sizes_after, sizes, self._made.row_sizes)
+        self._note(row_sizes=so_far)
+        self._runtime.compiled.sizes_vary = sizes_vary(so_far) or any(size != so_far[0] for size in sizes)
 
     def _batch_to_plan_for(
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
     ) -> tuple[Mapping[str, Any], StepOutline]:
-        """The batch to plan for and its step: in the first plan the batch itself, in later ones a batch that covers
-        all batches so far and, if such a step fits, larger ones."""
+        """The batch to plan for and its step: in the first plan the batch itself, in later ones a batch that covers all
+        batches so far and, if such a step fits, larger ones."""
         plans = self._made.plans
         if plans and self.has_budget:
             # Steps may be planned anew for another reason than their batches: more forwards at once.
@@ -335,8 +339,8 @@ class DevicePlan:
                     break
                 try:
                     # Room for batches that never came isn't worth smaller pieces, or tiles.
-                    by_way = self._ways(model, batch).best()[0] if growth == 1.0 else self._outline(model, batch)
-                    outline = self._in_proportion(batch, by_way)
+                    ways = self._ways(model, batch)
+                    outline = self._in_proportion(batch, ways.best()[0] if growth == 1.0 else ways.outline())
                 except Exception as error:  # the model bounds sequences in a way of its own
                     logger.info("megatrain: no larger batches can be planned for (%s)", error)
                     continue
@@ -352,31 +356,29 @@ class DevicePlan:
         held = sum(self._fixed_bytes_by_kind(outline).values()) + LIBRARY_WORKSPACE_BYTES
         return held + (self._made.forwards_at_once - 1) * waiting
 
-    def _take_over(self, model: nn.Module, record: PlanRecord | None) -> None:
+    def _take_over(self, model: nn.Module, data: dict[str, Any]) -> None:
         """Goes on by a recorded plan, if it was made for what is here and fits; else the next batch is planned for."""
+        record, self._resumed = PlanRecord.of_data(data), None
+        if record is None or record.made_for != made_for(model, self._runtime, self._config, self.micro_batches):
+            logger.info("megatrain: the checkpoint's plan was made for something else")
+            return
         budget_bytes = self._budget_bytes()
         if self._config.gpu_memory_bytes is None:
             # A few MiB more or less are free each time, and a plan fills what it finds.
             budget_bytes = int(budget_bytes * RESUMED_SHARE_OF_DEVICE / USABLE_SHARE_OF_DEVICE)
-        moved_bytes = 0 if record is None else self.model_sizes().moved_bytes(record.placement)
-        room_bytes = self._host_budget_bytes() + moved_bytes
-        if record is None or record.made_for != made_for(model, self._runtime, self._config, self.micro_batches):
-            logger.info("megatrain: the checkpoint's plan was made for something else")
-        elif record.predicted_bytes > budget_bytes or record.offloaded_bytes > room_bytes:
+        room_bytes = self._host_budget_bytes() + self.model_sizes().moved_bytes(record.placement)
+        if record.predicted_bytes > budget_bytes or record.offloaded_bytes > room_bytes:
             logger.info("megatrain: there is less memory than the checkpoint's plan was made for")
         else:
-            self._place(record.placement)
-            take_way_of(self._runtime, record)
-            self._made, self.record = record, record.as_data()
+            self._adopt(record)
 
     def expect_steps(self, steps: int | None, compiles: bool | None = None, record: dict[str, Any] | None = None) -> None:
-        """A training begins, of so many optimizer steps if that is known: layers are compiled only if that
-        pays for itself. ``compiles`` is what the training chose before it was interrupted, ``record`` its :attr:`record`."""
+        """A training begins, of so many optimizer steps if that is known: layers are compiled only if that pays for itself.
+        ``compiles`` is what the training chose before it was interrupted, ``record`` its :attr:`record`."""
         if record is not None or (steps, compiles) != self._expected:
-            compiled = self._runtime.compiled
             self._expected = (steps, compiles)
-            self._note(rows=RowSizes())
-            self._run_layers(compiles if compiled.is_optional else None)
+            self._note(row_sizes=())
+            self._run_layers(compiles if self._runtime.compiled.is_optional else None)
         self._resumed = record
 
     def _run_layers(self, compiled: bool | None) -> None:
@@ -395,22 +397,18 @@ class DevicePlan:
     def forget(self) -> None:
         """The next batch is planned for as if it were the first: steps are to run in another way from now on."""
         self._note(seen=BatchExtent(), planned=BatchExtent(), plans=0)
-        self.record = self._resumed = None
+        self._resumed = None
 
     @property
     def has_budget(self) -> bool:
         """Whether device memory is planned with; else nothing is placed and no time predicted."""
-        # Each token that is generated asks, and what is free is the driver's to say, which takes milliseconds.
+        # Not by what is free: that is the driver's to say, which takes milliseconds.
         return self._config.gpu_memory_bytes is not None or self._device.type == "cuda"
 
     def foresee(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
-        """The outline of a step on ``inputs``, without planning for it. :meth:`follow` on the like takes it over. The first is
-        measured, later ones are scaled from it where they can be.
-
-        Raises:
-            UnsupportedError: the batch can't run in pieces.
-            Exception: whatever the model raises when it looks at its data.
-        """
+        """The outline of a step on ``inputs``, without planning for it; :meth:`follow` takes it over. The first is measured,
+        and later ones are scaled from it where they can be. Raises an ``UnsupportedError`` for a batch that can't run in
+        pieces, and whatever the model raises when it looks at its data."""
         shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
         key = (self._runtime.batch_cut.asked, shapes)
         if key not in self._foreseen:
@@ -439,21 +437,17 @@ class DevicePlan:
     def joining(self, samples: int) -> Iterator[None]:
         """Training forwards in the body run a whole step's batch, in pieces of at most ``samples``."""
         cut = self._runtime.batch_cut
-        size, count = cut.asked, self.micro_batches
-        cut.asked = samples if size is None else min(size, samples)
-        self.micro_batches = 1
-        try:
+        asked = samples if cut.asked is None else min(cut.asked, samples)
+        with replaced(cut, "asked", asked), replaced(self, "micro_batches", 1):
             yield
-        finally:
-            cut.asked, self.micro_batches = size, count
 
     def weigh(self, model: nn.Module, inputs: Mapping[str, Any]) -> Candidate | None:
         """The fastest placement for steps on ``inputs``, which isn't applied; None if none fits. Raises as :meth:`foresee`."""
         return self.search_for(self.foresee(model, inputs)).best()
 
     def _decide_on_compiling(self, outline: StepOutline) -> None:
-        """Layers are compiled if the training is long enough to pay for it. The first outline of a training decides. Even then
-        the first step runs uncompiled, so that the user soon sees the script work."""
+        """The first outline of a training decides whether it is long enough to pay for compiling layers. The first step runs
+        uncompiled even then, so that the user soon sees the script work."""
         compiled, steps = self._runtime.compiled, self._expected[0]
         if compiled.is_optional and compiled.pays is None and steps is not None:
             # Backward takes twice the FLOPs of forward.
@@ -480,26 +474,19 @@ class DevicePlan:
         """The outline scaled from the measured step, None if there is none to scale it from; itself where none is measured."""
         if not self.measures:
             return outline
-        steps = self._measured_steps.get(self._way_of(inputs))
-        if steps is None:
-            return dataclasses.replace(outline, surely_fits=True) if self._surely_fits(outline) else None
-        return extrapolated_outline(outline, *steps, self._machine)
-
-    def _surely_fits(self, outline: StepOutline) -> bool:
-        """Whether states and activations leave so much room on the device that nothing needs to be measured: what they take is
-        reckoned well enough, and all of them lie there however long a step takes. What a compiler saves can't be reckoned.
-        Where micro-batches may be joined, the times of both ways are compared, and so they are measured."""
-        is_cut = outline.token_tile or self._is_cut(outline)
-        if self.micro_batches > 1 or is_cut or self._runtime.compiled.may_compile:
-            return False
-        return self.search_for(outline, int(CERTAIN_SHARE * self._budget_bytes())).everything() is not None
-
-    def _outline(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
-        """Of a step by the way that the runtime has."""
-        return outline_step(model, self._runtime, inputs, self._device)
+        if (steps := self._measured_steps.get(self._way_of(inputs))) is not None:
+            return extrapolated_outline(outline, *steps, self._machine)
+        # Nothing needs to be measured where states and activations leave so much room: what they take is reckoned well enough,
+        # and all lie there however long a step takes. What a compiler saves can't be reckoned. Where micro-batches may be
+        # joined, the times of both ways are compared.
+        is_plain = self.micro_batches == 1 and not (outline.token_tile or outline.samples or self._runtime.batch_cut.asked)
+        if not is_plain or self._runtime.compiled.may_compile:
+            return None
+        everything = self.search_for(outline, int(CERTAIN_SHARE * self._budget_bytes())).everything()
+        return None if everything is None else dataclasses.replace(outline, surely_fits=True)
 
     def _ways(self, model: nn.Module, inputs: Mapping[str, Any]) -> WayChoice:
-        outline = functools.partial(self._outline, model, inputs)
+        outline = functools.partial(outline_step, model, self._runtime, inputs, self._device)
         ids = inputs.get("input_ids")  # beside which a picture may have a row for each of its patches
         samples = max(rows_of(dict(inputs) if ids is None else ids), default=1)
         return WayChoice(self._runtime, self._config, samples, outline, self.search_for if self.has_budget else None)
@@ -528,29 +515,6 @@ class DevicePlan:
         torch.cuda.empty_cache()
         return measure_layers(model, self._runtime, inputs, outline, self._budget_bytes(), is_plain)
 
-    def _plan(self, outline: StepOutline, budget_bytes: int) -> None:
-        search = self.search_for(outline, budget_bytes)
-        found = search.best() or search.leanest(self._settled())
-        self._note(
-            placement=found.placement,
-            predicted_bytes=self.fixed_bytes(outline) + found.peak_bytes,
-            predicted_time=None if outline.surely_fits else found.time,
-            offloaded_bytes=sum(sent_bytes(outline, found.placement)),
-        )
-        self._place(found.placement)
-        if (self.show or self._runtime.ranks is not None) and self._compiles_after is None:
-            self._table = plan_table(self._made, self._runtime, budget_bytes, outline)
-        if self.predicted_bytes > budget_bytes:
-            held = {**self._fixed_bytes_by_kind(outline), "step": found.peak_bytes}
-            logger.warning(
-                "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s) and %.1f GiB are planned with; if it "
-                "runs out of memory, set megatrain_config.micro_batch_size, or lower per_device_train_batch_size or the "
-                "sequence length",
-                self.predicted_bytes / GIB,
-                ", ".join(f"{kind} {count / GIB:.1f}" for kind, count in held.items()),
-                budget_bytes / GIB,
-            )
-
     def _host_budget_bytes(self) -> int:
         """Host memory that offloaded activations could take if all units lived on the host."""
         host_bytes = available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES
@@ -558,17 +522,14 @@ class DevicePlan:
         return host_bytes - sum(on_device) // self._ranks
 
     def _place(self, placement: Placement) -> None:
-        self.placement = self._runtime.calls.policy = placement
+        self._note(placement=placement)
+        self._runtime.calls.policy = placement
         self._runtime.activations.spacing = placement.offload_spacing
         self._runtime.place(placement.on_device, placement.groups_on_device)
 
     def _settled(self) -> Placement:
         """What the settings ask for and nothing more, as far as the optimizers allow it."""
         return self._asked if self._runtime.states_may_move else self._asked.with_states_on_host()
-
-    def _keep_states_on_host(self) -> None:
-        """An optimizer works there from now on."""
-        self._place(self.placement.with_states_on_host())
 
     def model_sizes(self) -> Model:
         runtime, config, sizes = self._runtime, self._config, self._unit_sizes

@@ -37,31 +37,24 @@ def is_next_token(inputs: Mapping[str, Any]) -> bool:
 
 def cache_bytes(inputs: Mapping[str, Any]) -> int:
     """Bytes of the tensors in the key-value caches (or states) among a forward's arguments, whatever their class."""
-    found: dict[int, int] = {}
-    seen: set[int] = set()
-
-    def look(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            found[id(value)] = value.nbytes
-        elif id(value) not in seen:
-            seen.add(id(value))
+    found: dict[int, Any] = {}
+    todo: list[Any] = [inputs.get(name) for name in CACHE_ARGUMENTS]
+    while todo:
+        value = todo.pop()
+        if id(value) not in found:
+            found[id(value)] = value
             if isinstance(value, (Mapping, list, tuple)):
-                for item in value.values() if isinstance(value, Mapping) else value:
-                    look(item)
+                todo += value.values() if isinstance(value, Mapping) else value
             elif type(value).__module__.partition(".")[0] == "transformers" and not isinstance(value, type):
-                look(getattr(value, "__dict__", {}))
-
-    for name in CACHE_ARGUMENTS:
-        look(inputs.get(name))
-    return sum(found.values())
+                todo.append(getattr(value, "__dict__", {}))
+    return sum(value.nbytes for value in found.values() if isinstance(value, torch.Tensor))
 
 
 class EvaluationWeights:
     """Chooses the layers that are held between forwards without gradients.
 
-    Under ``auto`` from the first forward of a generation on, or the second of others in a row, since a single one (a
-    reference model's, once a training step) gains nothing; as many layers as fit beside what the forward needs, its caches
-    counted twice so that they can grow.
+    Under ``auto`` from the first forward of a generation on, or the second of others in a row (a reference model's, once a
+    training step, gains nothing); as many as fit beside what it needs, its caches counted twice so that they can grow.
     """
 
     def __init__(self, runtime: StreamingRuntime, setting: str) -> None:
@@ -69,11 +62,6 @@ class EvaluationWeights:
         self._forwards = self._cache_bytes = self._needed_bytes = 0
         self._evaluated = BatchExtent()
         self._is_full = self._is_warned = self._is_warned_of_experts = False
-
-    @property
-    def may_be_held(self) -> bool:
-        """Whether the setting and the placement leave layers to hold."""
-        return self._setting != "stream" and not self._runtime.prefetcher.all_on_device
 
     def needed_bytes(self, model: nn.Module, inputs: Mapping[str, Any]) -> int:
         """Predicted, of the largest forward without gradients so far, this one included; 0 if unknown."""
@@ -89,11 +77,12 @@ class EvaluationWeights:
     def before_forward(self, model: nn.Module, inputs: Mapping[str, Any], left_bytes: Callable[[], int | None]) -> None:
         """Before a forward without gradients: holds more layers if there is room, or gives some up if there is none.
         ``left_bytes`` tells what is left of the budget beside all that the engine holds, None without one."""
+        if self._setting == "stream" or self._runtime.prefetcher.all_on_device:
+            return
         self._forwards += 1
         if self._setting == "auto" and self._forwards < 2 and not has_cache(inputs):
             return
-        left = left_bytes()
-        if left is None and self._setting != "resident":
+        if (left := left_bytes()) is None and self._setting != "resident":
             return
         spare: float = math.inf
         if left is not None:

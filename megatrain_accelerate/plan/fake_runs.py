@@ -1,9 +1,8 @@
 """What runs of a model on tensors without data need besides ``FakeTensorMode``.
 
 Values, since many forwards look at small integers: the longest position, whether a mask is full, the sizes of images. And care
-for code that torch's dispatcher doesn't see. Compiled functions and Triton kernels go by the addresses of their arguments,
-which are zero: what is written there ends the CUDA context, and with it the run. Caches of functions would keep tensors
-without data, which the next real forward would find.
+for code that torch's dispatcher doesn't see: compiled functions and Triton kernels would write to address zero, which ends the
+CUDA context and the run, and caches of functions would keep tensors without data for the next real forward.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ class KnownValues(TorchDispatchMode):
         self._known: Any = WeakIdKeyDictionary()
 
     def learn(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """The values of a tensor without data, from one that isn't written to; none of large tensors, and of floating-point
-        ones only a single number of no dimension (what a loss is divided by)."""
+        """The values of a tensor without data, from one that isn't written to: of small integer tensors, and of a single
+        floating-point number of no dimension (what a loss is divided by)."""
         is_number = real.is_floating_point() or real.is_complex()
         if not real.is_meta and (real.dim() == 0 or (not is_number and real.numel() <= _MOST_ELEMENTS)):
             with _disable_current_modes():
@@ -173,9 +172,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def taken_for_data(values: KnownValues) -> contextlib.AbstractContextManager[None]:
-    """transformers doesn't take a tensor of known values for one of a trace while the body runs. Under a trace it mustn't
-    look at values, and makes an attention mask of all tokens by all that it leaves out otherwise
-    (transformers/masking_utils.py): larger than the device where a sequence is long."""
+    """transformers doesn't take a tensor of known values for one of a trace while the body runs: under a trace it makes a
+    mask of all tokens by all, larger than the device where a sequence is long (transformers/masking_utils.py)."""
     module = sys.modules.get("transformers.utils.import_utils")
     is_fake_tensor = getattr(module, "is_fake_tensor", None)
     if is_fake_tensor is None:  # older ones don't ask
@@ -186,7 +184,7 @@ def taken_for_data(values: KnownValues) -> contextlib.AbstractContextManager[Non
 def _fake_result(func: Any, args: Any, kwargs: Any) -> Any:
     # torch knows the shapes of grouped products (experts) for bf16 only, though its kernels run others.
     if func is _ATEN._grouped_mm.default and isinstance(args[0], FakeTensor) and args[0].dtype != torch.bfloat16:
-        halves = [arg.to(torch.bfloat16) if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg for arg in args]
+        halves = tree_map_only(torch.Tensor, lambda at: at.to(torch.bfloat16) if at.is_floating_point() else at, args)
         return torch.empty_like(func(*halves, **{**kwargs, "out_dtype": None}), dtype=kwargs.get("out_dtype") or args[0].dtype)
     if func is _ATEN.bincount.default:
         weights, minlength = (*args[1:], *[None] * (3 - len(args)))[:2]
@@ -215,8 +213,8 @@ def compiled_functions_as_python() -> Iterator[None]:
     """While the body runs, in every thread, compiled functions call the Python that they were made of.
 
     TorchScript (DeBERTa's relative positions) launches what it fused itself. A function under ``torch.compile`` that is called
-    under modes (flex attention) isn't traced, and torch 2.11 doesn't trace it afterwards either: its first real call fails.
-    Scripted functions whose original isn't known run as they are, and so does any under ``torch.compile`` before torch 2.6.
+    under modes (flex attention) isn't traced, nor is it afterwards in torch 2.11: its first real call fails. Scripted
+    functions whose original isn't known run as they are, and so does any under ``torch.compile`` before torch 2.6.
     """
     call: Any = torch.jit.ScriptFunction.__call__
 
@@ -234,9 +232,9 @@ def compiled_functions_as_python() -> Iterator[None]:
 def launches_without_data() -> Iterator[None]:
     """While the body runs, Triton kernels launched under ``FakeTensorMode`` return at once; others run.
 
-    Outputs (of Liger's layers, of many linear attentions) are allocated by torch before a launch, so that shapes and memory
-    are right without it. Autotuners run nothing either, and choose when the first real call comes. A mode that is *made* in
-    the body raises where other code asks a tensor for its address, instead of answering zero (``torch/_functorch/config.py``).
+    Outputs (of Liger's layers, of linear attentions) are allocated by torch before a launch, so that shapes and memory are
+    right without it. Autotuners choose when the first real call comes. A mode that is *made* in the body raises where other
+    code asks a tensor for its address, instead of answering zero (``torch/_functorch/config.py``).
     """
     with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
         if not has_triton_package():
@@ -263,10 +261,9 @@ def launches_without_data() -> Iterator[None]:
 def nothing_kept(model: nn.Module) -> Iterator[None]:
     """What the body puts into caches and containers of the model's code is out of them again when it is over.
 
-    Caches (``functools.lru_cache``) that got an entry are emptied. Lists, dicts, sets and deques, and the attributes of plain
-    objects, hold again what they held. They are found among the attributes of the model's modules and the globals of the
-    Python modules that define their classes, also in decorated functions, below transformers'
-    ``compile_compatible_method_lru_cache``, and in objects of classes that these Python modules define.
+    Caches (``functools.lru_cache``) that got an entry are emptied; lists, dicts, sets, deques and attributes of plain objects
+    hold again what they held. They are looked for among the attributes of the model's modules and the globals of the Python
+    modules that define their classes, in decorated functions, and in objects of classes that these Python modules define.
     """
     caches, containers = _kept_by(model)
     misses = [cache.cache_info().misses for cache in caches]
@@ -319,9 +316,8 @@ def _kept_by(model: nn.Module) -> tuple[list[Any], list[Any]]:
             todo += [(attribute, home) for attribute in vars(value).values()]
         elif type(value) in _CONTAINERS and len(value) <= _MOST_ENTRIES:
             containers[id(value)] = value
-            todo += [
-                (entry, "") for entry in (value.values() if isinstance(value, dict) else value) if not isinstance(entry, str)
-            ]
+            entries = value.values() if isinstance(value, dict) else value
+            todo += [(entry, "") for entry in entries if not isinstance(entry, str)]
         elif type(value).__module__ in homes and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
             todo.append((vars(value), ""))
     return list(caches.values()), list(containers.values())

@@ -98,14 +98,11 @@ def _repeated_modules(model: nn.Module, classes: set[str] | None) -> set[int]:
     """Ids of members of a ``ModuleList`` or ``Sequential`` with at least two members of one class, in ``classes``."""
     wanted: set[int] = set()
     for container in model.modules():
-        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
-            continue
-        members = [child for child in container if next(child.parameters(), None) is not None]
-        if classes is None:
+        if isinstance(container, (nn.ModuleList, nn.Sequential)):
+            members = [child for child in container if next(child.parameters(), None) is not None]
             counts = collections.Counter(map(type, members))
-            wanted.update(id(child) for child in members if counts[type(child)] > 1)
-        else:
-            wanted.update(id(child) for child in members if type(child).__name__ in classes)
+            chosen = [kind for kind, count in counts.items() if (count > 1 if classes is None else kind.__name__ in classes)]
+            wanted.update(id(child) for child in members if type(child) in chosen)
     return wanted
 
 
@@ -204,10 +201,8 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> lis
             readers.setdefault(id(parameter), []).append(module)
 
     def users(name: str) -> Iterator[nn.Module]:
-        """The module, what is around it up to the outermost without layers, and a parent with layers that may read it first.
-
-        Such a parent runs for as long as its layers: it waits for what its layers need, not for what comes after them.
-        """
+        """The module, what is around it up to the outermost without layers, and a parent with layers that may read it first:
+        it runs for as long as its layers, and waits for what they need, not for what comes after them."""
         module, seen = outside[name]
         is_embedding = isinstance(module, nn.Embedding)
         yield module

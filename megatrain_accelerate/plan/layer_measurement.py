@@ -3,8 +3,7 @@
 The model's own forward runs, so that masks, position embeddings and hidden states are real; layers of a kind that was
 measured hand on the output of the first. What follows the layers, the loss above all, is timed in the same way.
 
-Timed calls follow each other without a wait in between, as in a step: the device always has work in its queue, and gets as
-warm as it will be.
+Timed calls follow each other without a wait, as in a step: the device always has work, and gets as warm as it will be.
 """
 
 from __future__ import annotations
@@ -55,35 +54,14 @@ they and all states are reckoned to be less, nothing is measured: such peaks wer
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class _Spans:
-    """Seconds on a GPU of bodies that run one after the other."""
-
-    def __init__(self) -> None:
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        yield
-        end.record()
-        self._events.append((start, end))
-
-    def seconds(self) -> list[float]:
-        """Of each body; waits for the device."""
-        if self._events:
-            self._events[-1][1].synchronize()
-        return [1e-3 * start.elapsed_time(end) for start, end in self._events]
-
-
 class _Stopwatch:
     """Seconds on a GPU, and the most bytes that were alive meanwhile above those at the start, of a body that is run again and
     again. ``limit_bytes`` is that of the process' tensors; None for what is free."""
 
-    def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
+    def __init__(self, device: torch.device, limit_bytes: int | None = None, counts_bytes: bool = True) -> None:
         self._device, self._limit_bytes = device, limit_bytes
-        self._spans = _Spans()
-        self.counts_bytes = True
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.counts_bytes = counts_bytes
         """Whether the last body's bytes are counted, between waits for the device."""
         self.peak_bytes = self.left_bytes = 0
 
@@ -97,16 +75,25 @@ class _Stopwatch:
             base = torch.cuda.memory_allocated(self._device)
             if chooses_kernels:
                 raise_peak(self._device, self._limit_bytes)
-        with self._spans.timed():
-            yield
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self._events.append((start, end))
         if self.counts_bytes:
             torch.cuda.synchronize(self._device)
             self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - base
             self.left_bytes = torch.cuda.memory_allocated(self._device) - base
 
+    def of_each(self) -> list[float]:
+        """The seconds of each body; waits for the device."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        return [1e-3 * start.elapsed_time(end) for start, end in self._events]
+
     def seconds(self) -> float:
         """The mean of the later half of the bodies; waits for the device."""
-        seconds = self._spans.seconds()
+        seconds = self.of_each()
         later = seconds[len(seconds) // 2 :]
         return sum(later) / len(later)
 
@@ -121,11 +108,9 @@ def measure_layers(
 ) -> StepOutline:
     """The outline with measured profiles, of a prepared model on a CUDA device, between steps.
 
-    ``inputs`` are the keyword arguments of the real call that the outline is of; a step may take ``budget_bytes``. If the
-    model ``is_plain``, layers will compute with their own parameters: what is compiled here is for such, too.
-
-    Raises:
-        torch.OutOfMemoryError: the working set of one layer doesn't fit.
+    ``inputs`` are the arguments of the real call that the outline is of; a step may take ``budget_bytes``. If the model
+    ``is_plain``, layers will compute with their own parameters: what is compiled here is for such, too. Raises a
+    ``torch.OutOfMemoryError`` if the working set of one layer doesn't fit.
     """
     device = runtime.streams.device
     layers = _MeasuredLayers(runtime, outline, budget_bytes, is_plain)
@@ -219,8 +204,7 @@ def _measure_outside(
 ) -> float | None:
     """Measures the layers and, from a model that returns a loss, the seconds of what runs outside them until the loss's
     gradient has come down to the last layer; None for another model."""
-    stopwatch = _Stopwatch(runtime.streams.device)
-    stopwatch.counts_bytes = False
+    stopwatch = _Stopwatch(runtime.streams.device, counts_bytes=False)
     # A hook of a parameter, the engine's among them, isn't to see this.
     resident = [state.parameter for group in runtime.groups for state in group.unit.states]
     wanted = [parameter for parameter in resident if parameter.requires_grad and not parameter._backward_hooks]
@@ -261,7 +245,7 @@ class _Measurement:
         )
         self.given_up_bytes = 0
         """Of what the layer returns and its graph doesn't hold."""
-        self._attention = _Spans() if times_attention else None
+        self._attention = _Stopwatch(runtime.streams.device, counts_bytes=False) if times_attention else None
         """Of the last forward."""
         self._layer, self._slot, self._inputs = layer, slot, inputs
         self._weight: Callable[[torch.Tensor, bool], torch.Tensor] = nn.Parameter if is_plain else torch.Tensor.requires_grad_
@@ -313,15 +297,15 @@ class _Measurement:
 
     def attention_seconds(self) -> float | None:
         """Of a forward; None where it isn't measured, since the layer is compiled."""
-        return None if self._attention is None else sum(self._attention.seconds())
+        return None if self._attention is None else sum(self._attention.of_each())
 
     def _timing_attention(self) -> contextlib.AbstractContextManager[Any]:
         if self._attention is None:
             return contextlib.nullcontext()
-        spans = self._attention = _Spans()
+        stopwatch = self._attention = _Stopwatch(self._slot.buffer.device, counts_bytes=False)
 
         def run(func: Any, args: Any, kwargs: Any) -> Any:
-            with spans.timed():
+            with stopwatch.running():
                 return func(*args, **kwargs)
 
         return AtAttention(run)

@@ -1,7 +1,7 @@
 """How fast this machine moves and computes, and what is free of its GPU's memory.
 
-Speeds are measured in about two seconds, and kept in the user's cache folder. The first processes measure anew, and the plan
-counts with the median: something else may run at one time.
+Speeds are measured in about two seconds and kept in the user's cache folder. The first processes measure anew, and the median
+counts: something else may run at one time.
 """
 
 from __future__ import annotations

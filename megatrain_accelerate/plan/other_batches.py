@@ -34,13 +34,9 @@ class BatchExtent:
         text = _text(inputs)
         return cls(elements, next(iter(text.values())).shape[1] if text else 0)
 
-    def covers(self, other: BatchExtent) -> bool:
-        """Whether a step on a batch of extent ``other`` needs at most the memory of a step on a batch of this one."""
-        return other.elements <= self.elements and (not self.length or other.length <= self.length)
-
-    def scaled(self, factor: float) -> BatchExtent:
-        """Both multiplied by ``factor``, rounded down."""
-        return BatchExtent(int(factor * self.elements), int(factor * self.length))
+    def covers(self, other: BatchExtent, factor: float = 1.0) -> bool:
+        """Whether a step on a batch of that extent needs at most the memory of one on a batch of this times ``factor``."""
+        return other.elements <= factor * self.elements and (not self.length or other.length <= factor * self.length)
 
     def union(self, other: BatchExtent) -> BatchExtent:
         """The smallest extent that covers both."""
@@ -56,33 +52,21 @@ def row_size(inputs: Mapping[str, Any]) -> int:
     return sum({math.prod(tensor.shape[1:]) for tensor in tensors})
 
 
-@dataclasses.dataclass(frozen=True)
-class RowSizes:
-    """The row sizes (:func:`row_size`) of a training's batches, as far as they tell whether all are of one size."""
+def sizes_after(sizes: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """The row sizes (:func:`row_size`) of a training's first two batches, and of up to two later ones that differ from all
+    before: with ``size``, that of one more."""
+    return sizes if len(sizes) > 1 and (size in sizes or sizes_vary(sizes)) else (*sizes, size)
 
-    first: int = 0
-    """Of the first batch; 0 before it."""
-    second: int = 0
-    odd: int = 0
-    """Of a later batch that differed from the first two, which were alike."""
-    vary: bool = False
+
+def sizes_vary(sizes: tuple[int, ...]) -> bool:
     """Whether any batch may have another size. A single odd one, as an epoch may end with, doesn't tell that."""
-
-    def after(self, size: int) -> RowSizes:
-        """These and that of another batch."""
-        if not self.first:
-            return RowSizes(first=size)
-        if not self.second:
-            return dataclasses.replace(self, second=size, vary=size != self.first)
-        if self.vary or size in (self.first, self.odd):
-            return self
-        return dataclasses.replace(self, vary=True) if self.odd else dataclasses.replace(self, odd=size)
+    return len(sizes) > 3 or len({*sizes[:2]}) > 1
 
 
 def enlarged_batch(model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, growth: float) -> dict[str, Any] | None:
-    """The keyword arguments of a batch of text of ``growth`` times ``extent``, tokens and length: ``inputs`` over and over.
-    Where the model bounds the length (``max_position_embeddings``), the batch has more sequences instead. None if any of
-    the batches is more than text: an image can't be repeated apart from its tokens."""
+    """A batch of text of ``growth`` times ``extent``, tokens and length: ``inputs``, a model's arguments, over and over. Where
+    the model bounds the length (``max_position_embeddings``), it has more sequences instead. None if any of the batches is
+    more than text: an image can't be repeated apart from its tokens."""
     text = _text(inputs)
     if not text or not extent.length:
         return None
@@ -110,10 +94,9 @@ def extrapolated_outline(
 ) -> StepOutline | None:
     """The new batch's outline, with times and bytes scaled from the measured batch. Nothing is run.
 
-    A layer call's measured seconds are multiplied by the ratio of the two calls' estimated operation times, its measured bytes
-    by the ratio of their estimated bytes. So most costs grow linearly with the tokens, and those of attention with the
-    sequence length too. Both estimates are made from shapes only (:mod:`.step_outline`). None if the two steps call other
-    layers or tile tokens differently, so that no ratio holds.
+    A call's measured seconds are multiplied by the ratio of the estimated operation times, its measured bytes by that of the
+    estimated bytes. So most costs grow linearly with the tokens, and those of attention with the length too. None if the two
+    steps call other layers or tile tokens differently, so that no ratio holds.
     """
     calls, measured_calls = estimate.forward_calls, measured_estimate.forward_calls
     calls_others = [call.layer for call in calls] != [call.layer for call in measured_calls]

@@ -99,12 +99,11 @@ class UnitSizes:
     """Weights, residuals and moments."""
     sum_bytes: int = 0
     """Residuals of gradients that are summed in fp32, in a run in which some are added up."""
-    gradients_pass: bool = False
-    """Whether gradients have no place of their own on the host."""
     step_bytes: int = STEP_BYTES
     """Memory traffic of its optimizer step, a parameter."""
     staying_bytes: int = 0
-    """What stays on the host when the unit moves: of several ranks what was written to the file that all map."""
+    """What the host doesn't get back when the unit moves: passing gradients, which have no place of their own there, and of
+    several ranks what was written to the file that all map."""
 
     @classmethod
     def of_unit(cls, unit: HostUnit, is_summed: bool, is_shared: bool = False) -> UnitSizes:
@@ -112,25 +111,26 @@ class UnitSizes:
         layout = unit.layout
         residual_bytes = 2 * layout.split_elements
         moment_bytes = unit.moment_bytes // max(1, layout.state_elements)
-        filled_bytes = layout.weight_bytes + residual_bytes  # at adoption
+        staying_bytes = layout.gradient_bytes if unit.passes_gradients else 0
+        if is_shared:
+            filled_bytes = layout.weight_bytes + residual_bytes  # at adoption
+            staying_bytes += max(filled_bytes, sum(unit.shared.mapped.values()) if unit.shared else 0)
         return cls(
             weight_bytes=layout.weight_bytes,
             gradient_bytes=layout.gradient_bytes,
             parameters=layout.state_elements,
             state_bytes=layout.weight_bytes + residual_bytes + unit.moment_bytes,
             sum_bytes=residual_bytes if is_summed else 0,
-            gradients_pass=unit.passes_gradients,
             # Moments are read and written, those of 8 bytes a parameter where the traffic is :data:`STEP_BYTES`. The step with
             # 8-bit ones has 14 bytes of it, but the memory isn't what it waits for: it is no faster.
             step_bytes=STEP_BYTES + (2 * (moment_bytes - 8) if moment_bytes >= 4 else 0),
-            staying_bytes=max(filled_bytes, sum(unit.shared.mapped.values()) if unit.shared else 0) if is_shared else 0,
+            staying_bytes=staying_bytes,
         )
 
     @property
     def host_bytes(self) -> int:
         """Host memory of a unit that lives there, less what it doesn't give back."""
-        gradient_bytes = 0 if self.gradients_pass else self.gradient_bytes
-        return max(0, self.state_bytes + gradient_bytes + self.sum_bytes - self.staying_bytes)
+        return max(0, self.state_bytes + self.gradient_bytes + self.sum_bytes - self.staying_bytes)
 
     def of_part(self, part: ExpertPart) -> UnitSizes:
         """The sizes of a part of experts, of which all have these."""
@@ -213,9 +213,8 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
     def extra_bytes(call: int, made: int) -> int:
         """What is there besides what the outline and kept layers hold; negative if more is away.
 
-        Of the calls whose activations or inputs go to the host those of two are on the device at a time: in forward this one,
-        if they are ``made`` (0 or 1), and, for as many calls as there are from one offloaded layer to the next, the one
-        before it; in backward the one that follows.
+        Of the calls whose activations or inputs go to the host two's are on the device at a time: in forward this one's, if
+        they are ``made`` (0 or 1), and until the next offloaded layer those of the one before it; in backward the next one's.
         """
         before = max(0, call - placement.offload_spacing)
         return sum(at_once[i] for i in range(before, call + made) if not is_input[i]) - inputs_before[before]
@@ -258,17 +257,14 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
 
 def _held_bytes(model: Model, placement: Placement) -> int:
     """What is on the device during all of a step, besides what the engine holds there in any case."""
-    held = sum(model.layers[i].state_bytes for i in placement.on_device)
-    parts_have_gradients = any(part.gradient_bytes for parts in model.parts.values() for part in parts)
-    if len(placement.on_device) < len(model.layers):
-        held += model.slot_bytes + model.gradient_slot_bytes
-    elif parts_have_gradients:
-        held += model.gradient_slot_bytes
+    layers = [model.layers[i] for i in placement.on_device]
+    held = sum(unit.state_bytes for unit in layers) + sum(unit.sum_bytes for unit in [*layers, *model.groups])
+    if model.micro_batches > 1:  # from the second on, the gradients of the first are there
+        held += sum(unit.gradient_bytes for unit in [*layers, *model.groups])
     if placement.groups_on_device:
         held += sum(unit.state_bytes - unit.weight_bytes for unit in model.groups)
-    there = [*(model.layers[i] for i in placement.on_device), *model.groups]
-    held += sum(unit.sum_bytes for unit in there)
-    if model.micro_batches > 1:
-        # From the second on, the gradients of the first are there.
-        held += sum(unit.gradient_bytes for unit in there)
+    if streams := len(layers) < len(model.layers):
+        held += model.slot_bytes
+    if streams or any(part.gradient_bytes for parts in model.parts.values() for part in parts):
+        held += model.gradient_slot_bytes
     return held

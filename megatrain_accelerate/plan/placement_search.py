@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatrain_accelerate.config import MegatrainConfig
@@ -48,19 +48,13 @@ class Choices:
     @classmethod
     def of_settings(cls, config: MegatrainConfig, layers: int) -> Choices:
         fixed = config.placement
-        return cls(
-            kept=fixed.kept_layers,
-            offloaded=fixed.offloaded_layers,
-            on_device=fixed.device_layers,
-            attention_kept=fixed.kept_attention,
-            inputs_offloaded=None if fixed.offloaded_inputs is None else layers * fixed.offloaded_inputs,
-        )
+        inputs = None if fixed.offloaded_inputs is None else layers * fixed.offloaded_inputs
+        return cls(fixed.kept_layers, fixed.offloaded_layers, fixed.device_layers, inputs, fixed.kept_attention)
 
     def fewest(self, layers: int) -> dict[str, Any]:
         """What is fixed and nothing more, as arguments of :meth:`Placement.of_counts`."""
-        counts: dict[str, Any] = {kind: count or 0 for kind, count in vars(self).items()}
-        every = self.on_device == -1
-        return {**counts, "on_device": layers if every else counts["on_device"], "groups_on_device": every}
+        every = {"on_device": layers, "groups_on_device": True} if self.on_device == -1 else {}
+        return {**{kind: count or 0 for kind, count in vars(self).items()}, **every}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,15 +90,11 @@ def _varied(at: Counts, **values: Iterable[int]) -> Iterator[Counts]:
 
 
 class PlacementSearch:
-    """Finds the fastest placement within a budget.
+    """Finds the fastest placement within a budget: device memory that the step may take besides what the engine holds anyway,
+    and host memory that offloaded activations could take if all units lived on the host. What moves from there makes room.
 
-    Where the outline's layers can be compiled with several memory budgets, all neighbouring pairs are tried, unless the
-    settings say how many layers are kept or offloaded.
-
-    Args:
-        budget_bytes: device memory that the step may take besides what the engine holds in any case.
-        host_budget_bytes: host memory that offloaded activations could take if all units lived on the host; what moves to
-            the device makes room.
+    Where layers can be compiled with several memory budgets, all neighbouring pairs are tried, unless the settings say how
+    many layers are kept or offloaded.
     """
 
     def __init__(
@@ -124,7 +114,7 @@ class PlacementSearch:
         self._budget_pairs = dict.fromkeys([*(outline.budget_pairs if is_free else ()), _WHOLE])
         # Layers without tiles are compiled, and attention is part of their graph.
         attention_kept = choices.attention_kept if outline.token_tile else 0
-        variations: list[tuple[int | None, Callable[[Counts], Iterable[Counts]]]] = [
+        variations = [
             (choices.inputs_offloaded, self._inputs),
             (attention_kept, self._attention),
             (choices.on_device, lambda at: _varied(at, groups_on_device=[not at.groups_on_device])),
@@ -158,10 +148,9 @@ class PlacementSearch:
 
     def _best_with(self, budgets: tuple[float, float]) -> Candidate | None:
         best = self._first_that_fits(budgets)
-        if best is None:
+        found = None if best is None else self._try(best)
+        if best is None or found is None:
             return None
-        found = self._try(best)
-        assert found is not None
         for _ in range(3):
             before = best
             for variation in self._variations:
@@ -184,13 +173,11 @@ class PlacementSearch:
     def leanest(self, settled: Placement) -> Candidate:
         """For a step that fits in no way: ``settled``, without the inputs that the host has room for if they may leave."""
         placements = [settled]
-        if self._choices.inputs_offloaded is None:
-            away = [frozenset(range(count)) for count in range(1, self._count + 1)]
-            leaving = [dataclasses.replace(settled, inputs_offloaded=layers, offload_spacing=1) for layers in away]
-            placements += [placement for placement in leaving if self._has_host_room(placement)]
-        peaks = {placement: peak_bytes(self._outline, self._model, placement) for placement in placements}
-        chosen = min(placements, key=peaks.__getitem__)
-        return self._candidate(chosen, peaks[chosen])
+        for count in range(1, self._count + 1 if self._choices.inputs_offloaded is None else 1):
+            leaving = dataclasses.replace(settled, inputs_offloaded=frozenset(range(count)), offload_spacing=1)
+            placements += [leaving] if self._has_host_room(leaving) else []
+        peaks = [peak_bytes(self._outline, self._model, placement) for placement in placements]
+        return self._candidate(placements[peaks.index(min(peaks))], min(peaks))
 
     def _filled(self, at: Counts, found: Candidate) -> Candidate:
         """The same with as much on the device as there is room for: it takes load off the host and the link."""

@@ -1,7 +1,6 @@
 """A plan as plain data in a checkpoint, from which a training that is resumed goes on.
 
-A plan that is made anew, from the first batch after a checkpoint, could differ from the one before it: other layers would be
-kept, or run in other pieces, and compiled layers would give other bits.
+One that is made anew, from the first batch after a checkpoint, could differ: compiled layers would give other bits.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.layers.runtime import StreamingRuntime
-from megatrain_accelerate.plan.other_batches import BatchExtent, RowSizes
+from megatrain_accelerate.plan.other_batches import BatchExtent
 from megatrain_accelerate.plan.placement import Placement
 from megatrain_accelerate.plan.step_simulation import StepTime
 
@@ -46,8 +45,8 @@ class PlanRecord:
     """The batches so far."""
     planned: BatchExtent = dataclasses.field(default_factory=BatchExtent)
     """Those that the plan covers."""
-    rows: RowSizes = dataclasses.field(default_factory=RowSizes)
-    """Of the batches so far: compiled layers have a graph for one size, or one for all."""
+    row_sizes: tuple[int, ...] = ()
+    """Those that tell whether sizes vary (:mod:`.other_batches`): compiled layers have a graph for one size, or for all."""
     plans: int = 0
     forwards_at_once: int = 1
     """Forwards that may wait for their backward at a time."""
@@ -68,12 +67,11 @@ class PlanRecord:
     @classmethod
     def of_data(cls, data: dict[str, Any]) -> PlanRecord | None:
         """Reverse of :meth:`as_data`; None for data with other names, which another version of this package made."""
-        kinds = {"seen": BatchExtent, "planned": BatchExtent, "rows": RowSizes}
-        kinds |= {"placement": Placement, "predicted_time": StepTime}
+        kinds = {"seen": BatchExtent, "planned": BatchExtent, "placement": Placement, "predicted_time": StepTime}
         pairs = [(cls, data), *((kind, data.get(name, {})) for name, kind in kinds.items())]
         if any({field.name for field in dataclasses.fields(kind)} != found.keys() for kind, found in pairs):
             return None
         at = data["placement"]
         sets = {key: frozenset(value) for key, value in at.items() if isinstance(value, list)}
-        data = {**data, "placement": {**at, **sets, "budgets": tuple(at["budgets"])}}
+        data = {**data, "placement": {**at, **sets, "budgets": tuple(at["budgets"])}, "row_sizes": tuple(data["row_sizes"])}
         return cls(**{**data, **{name: kind(**data[name]) for name, kind in kinds.items()}})

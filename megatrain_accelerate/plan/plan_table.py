@@ -17,8 +17,7 @@ def plan_table(plan: PlanRecord, runtime: StreamingRuntime, budget_bytes: int, o
     """What lies where once the plan is applied, the predicted memory and step, and what bounds it."""
     placement, time = plan.placement, plan.predicted_time
     outline = outline.at(*placement.budgets)
-    count = len(runtime.layers)
-    streamed = count - len(placement.on_device)
+    count, on_gpu = len(runtime.layers), len(placement.on_device)
     recomputed = count - len(placement.kept) - len(placement.offloaded)
     there = [unit for unit in runtime.units if not unit.is_on_device]
     host = plan.offloaded_bytes + sum(sum(unit.bytes_by_kind().values()) + unit.promised_bytes for unit in there)
@@ -29,14 +28,10 @@ def plan_table(plan: PlanRecord, runtime: StreamingRuntime, budget_bytes: int, o
     budgets = f"; memory budgets {high:g} and {low:g} ({lean_bytes / GIB:.1f} GiB)" if (low, high) != (0.0, 1.0) else ""
     away = sum(map(placement.offloads_inputs, range(count)))
     attending, both = len(placement.attention_kept), len(placement.attention_kept & placement.inputs_offloaded)
-    groups = "GPU" if placement.groups_on_device else "host"
     rows = [
-        (
-            "weights",
-            f"{streamed} of {count} layers streamed, {len(placement.on_device)} on the GPU with their states",
-        ),
+        ("weights", f"{count - on_gpu} of {count} layers streamed, {on_gpu} on the GPU with their states"),
         *([("experts", experts_text(runtime))] if runtime.experts else []),
-        ("states outside the layers", f"on the {groups}"),
+        ("states outside the layers", f"on the {'GPU' if placement.groups_on_device else 'host'}"),
         (
             "activations",
             f"{len(placement.kept)} layers kept ({kept_bytes / GIB:.1f} GiB), "

@@ -146,17 +146,6 @@ def workspace_bytes(name: str, made: Sequence[torch.Tensor]) -> int:
     return 2 * query.nbytes + (groups * (key.nbytes + value.nbytes) if groups > 1 else 0)
 
 
-def is_grouped_product(name: str) -> bool:
-    """Whether the operation of a name multiplies tokens with the matrix of their expert."""
-    return "grouped_mm" in name
-
-
-def grouped_flops(left: torch.Tensor, right: torch.Tensor) -> float:
-    """Floating-point operations of such a product: (T, D) with (E, D, F); of (D, T) with (T, F) by expert; or E of each."""
-    count = left.shape[0] if left.dim() == right.dim() == 3 else 1
-    return 2.0 * count * left.shape[-2] * left.shape[-1] * right.shape[-1]
-
-
 def attention_flops(name: str, args: Sequence[Any]) -> float | None:
     """Of attention to all tokens: two products of all pairs of them in forward, five in backward (FlashAttention-2, arXiv
     2307.08691). None where the arguments aren't queries, keys and values."""
@@ -173,16 +162,18 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
     """Floating-point operations of a matrix product or the like; None for what has no formula."""
     name = str(func.__name__)
     count = flop_registry.get(func._overloadpacket if isinstance(func, torch._ops.OpOverload) else func)
-    if count is None and is_grouped_product(name):
-        return grouped_flops(args[0], args[1])
+    if count is None and "grouped_mm" in name:
+        # Tokens with the matrix of their expert: (T, D) with (E, D, F); (D, T) with (T, F) by expert; or E of each.
+        left, right = args[:2]
+        experts = left.shape[0] if left.dim() == right.dim() == 3 else 1
+        return 2.0 * experts * left.shape[-2] * left.shape[-1] * right.shape[-1]
     if name.startswith(_CPU_ATTENTION) and runs_on_gpu(args[0]):  # stands for a GPU's; a causal one skips half of the pairs
         is_causal = any(argument is True for argument in [*args, *kwargs.values()])
         return (attention_flops(name, args) or 0.0) * (0.5 if is_causal else 1.0)
     if count is None and not name.startswith(_FLEX):
         return None
-    # Torch's formula refuses grouped-query attention, and knows none of flex attention: as plain attention then.
-    with contextlib.suppress(Exception):
-        if count is not None:
+    if count is not None:
+        with contextlib.suppress(Exception):  # torch's formula refuses grouped-query attention
             return float(count(*args, **kwargs, out_val=result))
     return attention_flops(name, args)
 
@@ -244,20 +235,17 @@ def _fake_weights(model: nn.Module, device: torch.device, values: KnownValues) -
         yield list(fakes.values())
 
 
-def _without_full_masks(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Models skip an attention mask of ones; without data some couldn't know, and would take another kernel. Beside
-    positions it stays: without a mask transformers looks whether the positions are those of packed sequences."""
-    mask = inputs.get("attention_mask")
-    is_full = isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()) and inputs.get("position_ids") is None
-    return {name: value for name, value in inputs.items() if not (is_full and name == "attention_mask")}
-
-
-def _with_own_head(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs without TRL's request for its own head (``trl.trainer.utils.add_fused_lm_head``), which picks the labelled
-    tokens, so that it looks at data, and launches Triton kernels. The model's own head by tiles takes about as much; in an
-    evaluation one position stands for the tiles, since the own head would make all logits."""
-    own = {name: value for name, value in inputs.items() if name != "fused_lm_head"}
-    if inputs.get("fused_lm_head") and not torch.is_grad_enabled():
+def _without_looks_at_data(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs but for what can't be run without data, and takes no more memory than what stands for it."""
+    own = dict(inputs)
+    # Models skip a mask of ones; without data some couldn't know, and would take another kernel. Beside positions it stays:
+    # without a mask transformers looks whether the positions are those of packed sequences.
+    mask = own.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()) and own.get("position_ids") is None:
+        del own["attention_mask"]
+    # TRL's own head (trl.trainer.utils.add_fused_lm_head) picks the labelled tokens and launches Triton kernels. The model's
+    # head by tiles takes about as much; in an evaluation, where it would make all logits, one position stands for the tiles.
+    if own.pop("fused_lm_head", None) and not torch.is_grad_enabled():
         own.pop("labels", None)
         own["logits_to_keep"] = 1
     return own
@@ -265,10 +253,10 @@ def _with_own_head(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device) -> Iterator[tuple[dict[str, Any], LiveBytes]]:
-    """Weights and inputs have no data while the body runs, gradients are on, and nothing counts as a real call. Loops over
-    tiles run few of them (:mod:`megatrain_accelerate.layers.token_tiles`): a longer sequence takes no longer. Yields the
-    inputs without data, and the mode that counts while it is entered by the caller."""
-    inputs = _with_own_head(_without_full_masks(inputs))
+    """Weights and inputs have no data while the body runs, gradients are on, nothing counts as a real call, and loops over
+    tiles run few of them: a longer sequence takes no longer. Yields the inputs without data, and the mode that counts while
+    it is entered by the caller."""
+    inputs = _without_looks_at_data(inputs)
     with (
         random_numbers_put_back(torch.device("cpu")),
         nothing_kept(model),
@@ -295,6 +283,6 @@ def loss_of(output: Any, device: torch.device) -> torch.Tensor:
     """The model's own loss, or for a model that was given no labels the sum over its output."""
     loss = output["loss"] if isinstance(output, Mapping) and output.get("loss") is not None else None
     if loss is None:
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        loss = sum((tensor.float().sum() for tensor in tensors), torch.zeros((), device=device))
+        sums = (tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad)
+        loss = sum(sums, torch.zeros((), device=device))
     return loss

@@ -37,7 +37,6 @@ from megatrain_accelerate.transfer import activation_offload
 Reckoning = Callable[[StreamedLayer, LayerProfile, SavedInForward], LayerProfile]
 
 _KNOWN_PACKAGES = ("transformers", "peft")
-_Mode = contextlib.AbstractContextManager[Any]
 
 _kinds: dict[Hashable, int] = {}
 """The kinds of calls so far, numbered: a search looks their profiles up some million times."""
@@ -65,7 +64,9 @@ class _SavedStorages:
     """Counts what autograd saves of one call, and what of it :mod:`megatrain_accelerate.transfer.activation_offload` would
     send to the host."""
 
-    def __init__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], live: LiveBytes) -> None:
+        self._live, self.costs = live, live.costs
+        """Costs so far when the last tensor was saved."""
         inputs = tensors_in((args, kwargs))
         sent = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in inputs if t.requires_grad}
         self.input_bytes = sum(count for count in sent.values() if count >= activation_offload.MIN_OFFLOADED_BYTES)
@@ -76,6 +77,7 @@ class _SavedStorages:
 
     def count(self, tensor: torch.Tensor) -> torch.Tensor:
         """Adds up what autograd saves, each storage once."""
+        self.costs = self._live.costs
         storage = tensor.untyped_storage()
         if storage not in self._others and storage not in self.storages:
             self.storages.add(storage)
@@ -115,18 +117,15 @@ class _Outliner:
         self._anchor = torch.empty((), device=device, requires_grad=True)
         self._cut = runtime.batch_cut
         self._reckoning = reckoning
-        self._costs_before = OpCosts()
+        self.costs_before = OpCosts()
+        """Those at the last event."""
         self._outputs: dict[Hashable, tuple[Callable[[Sequence[torch.Tensor]], Any], list[tuple[Any, ...]]]] = {}
         """For each kind of call, what puts its outputs together, and size, stride, dtype and device of each tensor in them."""
 
     def note(self, is_backward: bool, layer: int, kind: Hashable) -> None:
         live = self._live
-        self.events.append(Event(is_backward, layer, kind, live.live_bytes, live.take_peak(), live.costs - self._costs_before))
-        self._costs_before = live.costs
-
-    def rest(self) -> tuple[int, OpCosts]:
-        """Peak and costs since the last event."""
-        return self._live.take_peak(), self._live.costs - self._costs_before
+        self.events.append(Event(is_backward, layer, kind, live.live_bytes, live.take_peak(), live.costs - self.costs_before))
+        self.costs_before = live.costs
 
     def __call__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = call_kind(layer, args, kwargs)
@@ -152,7 +151,7 @@ class _Outliner:
         """Runs the layer itself, without data, and leaves the counters of the outside as they were."""
         live = self._live
         split = BatchSplit.of_call(layer, args, kwargs, self._cut)
-        saved = _SavedStorages(layer, args, kwargs)
+        saved = _SavedStorages(layer, args, kwargs, live)
         needs = tuple(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
         _, length = tokens_of(args, kwargs) or (0, 0)
         args, kwargs = split.first_piece(args, kwargs)
@@ -165,23 +164,17 @@ class _Outliner:
         whole_bytes = sum(leaf.untyped_storage().nbytes() for leaf in made)
         del trial, made
         forward = live.costs - costs
-        costs = costs_until_saved = live.costs
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal costs_until_saved
-            costs_until_saved = live.costs
-            return saved.count(tensor)
-
+        costs = saved.costs = live.costs
         with torch.enable_grad():
             cut_args, cut_kwargs = as_leaves(args, kwargs, needs)
-            with saved_tensors_hooks(pack, lambda tensor: tensor):
+            with saved_tensors_hooks(saved.count, lambda tensor: tensor):
                 trial = self._run(layer, cut_args, cut_kwargs)
         kept_forward_bytes = live.take_peak() - base
         in_forward = SavedInForward(
             operand_bytes=sum(kept.nbytes() for kept in saved.storages if kept in live.operands or kept in live.scores),
             score_bytes=sum(kept.nbytes() for kept in saved.storages if kept in live.operands and kept in live.scores),
             output_bytes=sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(trial)),
-            costs=costs_until_saved - costs,
+            costs=saved.costs - costs,
         )
         outputs = [tensor for tensor in tensors_in(trial) if tensor.requires_grad]
         wanted = [tensor for tensor in tensors_in((cut_args, cut_kwargs)) if tensor.requires_grad]
@@ -209,13 +202,22 @@ class _Outliner:
             with torch.enable_grad(), without_saving():
                 self._run(layer, *as_leaves(args, kwargs, needs))
 
+        def spared_by(results: AttentionResults | ExpertResults, recording: Any, replaying: Any) -> tuple[OpCosts, int]:
+            """What a forward costs less that has the results of another one, and the bytes of those."""
+            before = live.costs
+            with recording:
+                run_again()
+            between, size_bytes = live.costs, results.size_bytes
+            with replaying:
+                run_again()
+            return (between - before) - (live.costs - between), size_bytes
+
         of_attention, of_experts = AttentionResults(), ExpertResults()
-        modes: tuple[_Mode, _Mode] = (of_attention.recording(), of_attention.replaying())
-        attention, attention_bytes = self._spared_by(of_attention, modes, run_again)
+        attention, attention_bytes = spared_by(of_attention, of_attention.recording(), of_attention.replaying())
         experts, expert_bytes = OpCosts(), 0
         if layer.experts:
             modes = (of_experts.at_work(layer, False), of_experts.at_work(layer, True))
-            experts, expert_bytes = self._spared_by(of_experts, modes, run_again)
+            experts, expert_bytes = spared_by(of_experts, *modes)
         profile = LayerProfile(
             forward=forward,
             backward=backward,
@@ -237,20 +239,7 @@ class _Outliner:
             profile = self._reckoning(layer, profile, in_forward)
         self.profiles[kind] = profile.of_pieces(split, whole_bytes)
         live.take_peak()
-        self._costs_before = live.costs
-
-    def _spared_by(
-        self, results: AttentionResults | ExpertResults, modes: tuple[_Mode, _Mode], run: Callable[[], None]
-    ) -> tuple[OpCosts, int]:
-        """What a forward costs less that has the results of another one, and the bytes of those."""
-        recording, replaying = modes
-        before = self._live.costs
-        with recording:
-            run()
-        between, size_bytes = self._live.costs, results.size_bytes
-        with replaying:
-            run()
-        return (between - before) - (self._live.costs - between), size_bytes
+        self.costs_before = live.costs
 
 
 def as_leaves(
@@ -285,7 +274,7 @@ def outline_step(
             is_sum = any(loss is one for one in sums) and not _has_own_loss_code(model)
             sums.clear()
             loss.backward()
-            peak, costs = outliner.rest()
+            peak, costs = live.take_peak(), live.costs - outliner.costs_before
     way = (runtime.token_tile, runtime.batch_cut.chosen)
     return StepOutline(tuple(outliner.events), peak, costs, outliner.profiles, *way, sums_loss=is_sum)
 

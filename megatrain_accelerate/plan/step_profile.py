@@ -108,15 +108,14 @@ class LayerProfile:
         if not split.sizes:
             return self
         share = sum(split.sizes) / split.sizes[0]
-        kept_bytes = round(share * self.kept_bytes)
         costs = {name: getattr(self, name).times(share) for name in ("forward", "backward", "attention", "experts")}
-        sizes = {name: round(share * getattr(self, name)) for name in ("offloaded_bytes", "attention_bytes", "expert_bytes")}
-        names = ("forward_seconds", "kept_forward_seconds", "recompute_seconds", "backward_seconds", "attention_seconds")
-        times = {name: share * taken for name in names if (taken := getattr(self, name)) is not None}
-        in_proportion: dict[str, Any] = {**costs, **sizes, **times}
+        sizes = ("kept_bytes", "offloaded_bytes", "attention_bytes", "expert_bytes")
+        times = ("forward_seconds", "kept_forward_seconds", "recompute_seconds", "backward_seconds", "attention_seconds")
+        in_proportion: dict[str, Any] = {**costs, **{name: round(share * getattr(self, name)) for name in sizes}}
+        in_proportion |= {name: share * taken for name in times if (taken := getattr(self, name)) is not None}
+        kept_bytes = in_proportion["kept_bytes"]
         return dataclasses.replace(
             self,
-            kept_bytes=kept_bytes,
             # The pieces' outputs wait until they are joined.
             forward_bytes=output_bytes + max(output_bytes, self.forward_bytes),
             kept_forward_bytes=kept_bytes + output_bytes + max(output_bytes, self.kept_forward_bytes - self.kept_bytes),

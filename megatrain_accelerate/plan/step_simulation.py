@@ -1,23 +1,22 @@
 """The duration of a step under a placement, by arithmetic on its outline.
 
-It is a small simulation of the pipeline: the device's compute, the two directions of the link, and the host's
-optimizer, each a resource that does one thing at a time, over three steps of which the last counts.
+It is a small simulation of the pipeline: the device's compute, the two directions of the link, and the host's optimizer, each
+a resource that does one thing at a time, over three steps of which the last counts.
 
-The host's optimizer and the copies over the link share the host's memory. While it steps, copies go at a share of their speed.
-The optimizer itself goes at 90% beside copies of weights, and at ``Machine.step_share_beside_copies`` of that while the
-forward above it sends activations to the host.
+The optimizer and the link's copies share the host's memory: while it steps, copies go at a share of their speed. It goes at
+90% beside copies of weights, and at ``Machine.step_share_beside_copies`` of that while the forward above it sends activations.
 
-Of several ranks it is one that is simulated. Gradients are exchanged before they go to the host, in the same order, and a rank
-copies and steps its share of them. Of several machines each sends the others their shares of what its ranks have added up, and
-gets as much; weights come back in the same way when they are stepped. Its ranks divide both its network and what goes over it.
+Of several ranks one is simulated. Gradients are exchanged before they go to the host, in the same order, and a rank copies and
+steps its share. Of several machines each sends the others their shares of what its ranks have added up, and gets as much;
+stepped weights come back in the same way. Its ranks divide both its network and what goes over it.
 """
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable
 
 from megatrain_accelerate.gradients.offload import GRADIENT_SLOTS
 from megatrain_accelerate.plan.machine import Machine
@@ -52,7 +51,7 @@ class Resource:
 class HostOptimizer(Resource):
     def __init__(self) -> None:
         super().__init__()
-        self._spans: collections.deque[tuple[float, float]] = collections.deque()
+        self._spans: list[tuple[float, float]] = []
 
     def work(self, seconds: float, not_before: float = 0.0) -> float:
         start = max(self.free_at, not_before)
@@ -62,16 +61,10 @@ class HostOptimizer(Resource):
         self._spans.append((start, end))
         return end
 
-    def forget_before(self, moment: float) -> None:
-        """Nothing that begins before ``moment`` is asked for any more."""
-        while self._spans and self._spans[0][1] <= moment:
-            self._spans.popleft()
-
     def end_beside(self, start: float, seconds: float, share: float) -> float:
-        """When something is over that begins at ``start`` and takes ``seconds`` alone. While the optimizer is at work, it
-        goes at a share of that speed."""
+        """When something is over that takes ``seconds`` alone, and goes at a share of that speed beside the optimizer."""
         now, left = start, seconds
-        for begin, end in self._spans:
+        for begin, end in self._spans[max(0, bisect.bisect(self._spans, (start,)) - 1) :]:
             if end <= now:
                 continue
             if now + left <= begin:
@@ -112,24 +105,23 @@ class Slots:
     """So many slots for weights, which take turns: each is free when what used it last has computed."""
 
     def __init__(self, count: int, link: Link) -> None:
-        self._link = link
-        self._users: collections.deque[tuple[Hashable, float]] = collections.deque(maxlen=count)
+        self._count, self._link = count, link
+        self.forget()
 
     def filled_at(self, holder: Hashable, size_bytes: int, not_before: float) -> float:
         """When the holder's weights are in a slot, the copy queued if they aren't yet; 0 if they are."""
-        if any(held == holder for held, _ in self._users):
-            return 0.0
-        free_at = self._users[0][1] if len(self._users) == self._users.maxlen else 0.0
-        return self._link.copy(size_bytes, max(not_before, free_at))
+        free_at = next(iter(self._users.values()))
+        return 0.0 if holder in self._users else self._link.copy(size_bytes, max(not_before, free_at))
 
     def use(self, holder: Hashable, until: float) -> None:
         """The holder computes with its slot until then."""
-        others = [user for user in self._users if user[0] != holder]
-        self._users.clear()
-        self._users.extend([*others, (holder, until)])
+        del self._users[holder if holder in self._users else next(iter(self._users))]
+        self._users[holder] = until
 
     def forget(self) -> None:
-        self._users.clear()
+        """All slots are free; nobody has used them."""
+        self._users: dict[Hashable, float] = {object(): 0.0 for _ in range(self._count)}
+        """Until when each computes with its slot, the latest last."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,60 +138,44 @@ class StepTime:
     @property
     def bound_by(self) -> str:
         """The resource that is at work longest."""
-        busy = {
-            "compute": self.compute,
-            "H2D": self.h2d,
-            "D2H": self.d2h,
-            "host step": self.host_step,
-            "network": self.network,
-        }
-        return max(busy, key=busy.__getitem__)
+        names = ("compute", "H2D", "D2H", "host step", "network")
+        return max(zip(names, dataclasses.astuple(self)[1:], strict=True), key=lambda busy: busy[1])[0]
 
 
-class _CallSeconds(NamedTuple):
-    forward: float
-    kept_forward: float
-    recompute: float
-    backward: float
-    """From what was kept."""
-    attention: float
-    """Of a forward, what isn't computed again where attention's results are kept."""
-    experts: float
-    """The same of the results of experts in parts: their share of the forward's costs."""
+class _CallSeconds:
+    """Seconds of a call: what was measured, or else follows from the costs."""
 
+    def __init__(self, profile: LayerProfile, machine: Machine) -> None:
+        def known(measured: float | None, costs: OpCosts) -> float:
+            return costs.seconds(machine) if measured is None else measured
 
-def _call_seconds(profile: LayerProfile, machine: Machine) -> _CallSeconds:
-    """What was measured, or else follows from the costs."""
-
-    def known(measured: float | None, costs: OpCosts) -> float:
-        return costs.seconds(machine) if measured is None else measured
-
-    forward = profile.forward.seconds(machine)
-    kept_forward = known(profile.kept_forward_seconds, profile.forward)
-    return _CallSeconds(
-        known(profile.forward_seconds, profile.forward),
-        kept_forward,
-        kept_forward if profile.recompute_seconds is None else profile.recompute_seconds,
-        known(profile.backward_seconds, profile.backward),
-        known(profile.attention_seconds, profile.attention),
-        kept_forward * profile.experts.seconds(machine) / forward if forward else 0.0,
-    )
+        self.forward = known(profile.forward_seconds, profile.forward)
+        self.kept_forward = known(profile.kept_forward_seconds, profile.forward)
+        self.recompute = self.kept_forward if profile.recompute_seconds is None else profile.recompute_seconds
+        self.backward = known(profile.backward_seconds, profile.backward)
+        """From what was kept."""
+        self.attention = known(profile.attention_seconds, profile.attention)
+        """Of a forward, what isn't computed again where attention's results are kept."""
+        forward = profile.forward.seconds(machine)
+        self.experts = self.kept_forward * profile.experts.seconds(machine) / forward if forward else 0.0
+        """The same of the results of experts in parts: their share of the forward's costs."""
 
 
 class _Pipeline:
     def __init__(self, outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> None:
         self.outline = outline.at(*placement.budgets)
         self.model, self.placement, self.machine = model, placement, machine
-        self.seconds = {kind: _call_seconds(profile, machine) for kind, profile in self.outline.profiles.items()}
+        self.seconds = {kind: _CallSeconds(profile, machine) for kind, profile in self.outline.profiles.items()}
         self.sent = sent_bytes(outline, placement)
         self.compute, self.host, self.network = Resource(), HostOptimizer(), Resource()
         self.h2d = Link(machine.h2d_bytes, machine.h2d_share_in_step, self.host)
         self.d2h = Link(machine.d2h_bytes, machine.d2h_share_in_step, self.host)
-        self.applied = [0.0] * len(model.layers)
+        self.applied: dict[Hashable, float] = collections.defaultdict(float)
+        """When a layer, or a part of its experts by its place, was stepped."""
         self.before_at = self.after_at = 0.0
-        self.slots = Slots(model.slots, self.h2d)
-        self.parts = _Parts(self)
-        self.gradients_out: collections.deque[float] = collections.deque(maxlen=GRADIENT_SLOTS)
+        self.slots, self.part_slots = Slots(model.slots, self.h2d), Slots(model.slots, self.h2d)
+        self.gradients_out = collections.deque([0.0] * GRADIENT_SLOTS, GRADIENT_SLOTS)
+        """When the last gradients to leave were gone, of each slot."""
         self.step_bytes_per_second = machine.host_step_traffic * self._step_share()
 
     def _step_share(self) -> float:
@@ -242,7 +218,7 @@ class _Pipeline:
             if event.is_backward:
                 ready = max(ready, copies.back_at(event.layer, issued_at))
                 if leaves:
-                    ready = max(ready, self.gradient_slot_at())
+                    ready = max(ready, self.gradients_out[0])
                 again = seconds.recompute
                 if event.layer in placement.attention_kept:  # such a layer isn't compiled
                     again = seconds.kept_forward - seconds.attention
@@ -252,18 +228,18 @@ class _Pipeline:
                     again -= seconds.experts
                 elif event.layer in self.model.parts:
                     # Experts' results don't wait: all parts come once more.
-                    self.parts.compute(event, again, ready)
+                    self._compute_call(event, again, ready)
                     again = 0.0
-                end = self.parts.compute(event, again + seconds.backward, ready, is_last)
+                end = self._compute_call(event, again + seconds.backward, ready, is_last)
                 if not leaves:
-                    self._make_means(unit, end)
+                    self._exchange(2 * unit.gradient_bytes, end)  # out in shares, and back as means
                 else:
-                    out = self.send_gradients(unit, end)
+                    out = self._send_gradients(unit, end)
                     if is_last and self.model.steps_in_backward:
-                        self.applied[event.layer] = self.step_unit(unit, out)
+                        self.applied[event.layer] = self._step_unit(unit, out)
             else:
                 copies.make_room()
-                end = self.parts.compute(event, seconds.kept_forward if remembers else seconds.forward, ready)
+                end = self._compute_call(event, seconds.kept_forward if remembers else seconds.forward, ready)
                 copies.leave(end)
                 if position == last_forward:
                     self.compute.work(0.0, self.after_at)
@@ -275,10 +251,35 @@ class _Pipeline:
                 copies.bring_ahead(event.layer, issued_at)
         self.compute.work(self.outline.tail_costs.seconds(machine))
         for unit in [*self.model.groups_after, *self.model.groups_before]:
-            self.compute.work(0.0, self._make_means(unit, self.compute.free_at))
+            self.compute.work(0.0, self._exchange(2 * unit.gradient_bytes, self.compute.free_at))
             if is_last and not placement.groups_on_device:
                 sum_bytes = unit.sum_bytes if self.model.micro_batches > 1 else 0
                 self.d2h.copy((unit.gradient_bytes + sum_bytes) // self.model.ranks, self.compute.free_at)
+
+    def _compute_call(self, event: Event, seconds: float, ready: float, is_last: bool | None = None) -> float:
+        """A layer computes for ``seconds`` in all once its own weights are ``ready``; returns when it has. Experts that stream
+        in parts take even shares of it, in each piece of a batch. Of a backward, ``is_last`` says whether it is the last
+        before a step; it is None for a forward."""
+        parts = self.model.parts.get(event.layer, ())
+        if not parts:
+            return self.compute.work(seconds, ready)
+        pieces = self.outline.profiles[event.kind].pieces
+        keyed = [((event.layer, place), part) for place, part in enumerate(parts)]
+        end, out = self.compute.work(0.0, ready), 0.0
+        for piece in range(pieces):
+            for key, part in keyed if is_last is None else reversed(keyed):
+                filled_at = self.part_slots.filled_at(key, part.weight_bytes, self.applied[key])
+                ready = max(filled_at, self.gradients_out[0] if is_last is not None else 0.0)
+                end = self.compute.work(seconds / (pieces * len(parts)), ready)
+                self.part_slots.use(key, end)
+                if is_last is not None and part.gradient_bytes:
+                    out = self._send_gradients(part, end, is_added=piece > 0)
+        if is_last and self.model.steps_in_backward and any(part.gradient_bytes for part in parts):
+            # One step of all, when the last gradients have come.
+            for part in parts:
+                out = self._step_unit(part, out)
+            self.applied.update((key, out) for key, _ in keyed)
+        return end
 
     def _exchange(self, size_bytes: int, computed_at: float) -> float:
         """All ranks send so many bytes to the others, on the stream of copies to the host, and then over the network; returns
@@ -296,11 +297,7 @@ class _Pipeline:
             return not_before
         return self.network.work(size_bytes * (1 - 1 / model.machines) / model.network_bytes, not_before)
 
-    def _make_means(self, unit: UnitSizes, computed_at: float) -> float:
-        """Gradients that stay on the device become the ranks' means: they go out in shares, and come back as means."""
-        return self._exchange(2 * unit.gradient_bytes, computed_at)
-
-    def send_gradients(self, unit: UnitSizes, computed_at: float, is_added: bool = False) -> float:
+    def _send_gradients(self, unit: UnitSizes, computed_at: float, is_added: bool = False) -> float:
         """A unit's gradients go to the host, ``is_added`` to some of the same backward; returns when they are there."""
         ranks = self.model.ranks
         out = self.d2h.copy(unit.gradient_bytes // ranks, self._exchange(unit.gradient_bytes, computed_at))
@@ -310,10 +307,7 @@ class _Pipeline:
             self.host.work(unit.parameters * (10 if unit.sum_bytes else 6) / ranks / self.machine.host_step_traffic, out)
         return out
 
-    def gradient_slot_at(self) -> float:
-        return self.gradients_out[0] if len(self.gradients_out) == GRADIENT_SLOTS else 0.0
-
-    def step_unit(self, unit: UnitSizes, not_before: float) -> float:
+    def _step_unit(self, unit: UnitSizes, not_before: float) -> float:
         """The host steps this rank's share of a unit; returns when it has, and other machines' shares have come."""
         stepped = self.host.work(unit.step_traffic / self.model.ranks / self.step_bytes_per_second, not_before)
         return self._over_network(unit.gradient_bytes, stepped)  # weights have as many bytes
@@ -321,69 +315,26 @@ class _Pipeline:
     def step(self) -> None:
         """Called when every gradient is on the host: what ``optimizer.step()`` does."""
         model, placement = self.model, self.placement
-        self.host.forget_before(min(self.h2d.free_at, self.d2h.free_at))
         now = self.compute.work(0.0, self.d2h.free_at)
-        stepped_on_device = [model.layers[i] for i in placement.on_device]
-        groups: tuple[Sequence[UnitSizes], ...] = (model.groups_before, model.groups_after)
-        if placement.groups_on_device:
-            stepped_on_device += model.groups
-            groups = ((), ())
-        before = [(unit, self.step_unit(unit, now)) for unit in groups[0]]
-        for layer, unit in enumerate(model.layers):
-            if layer not in placement.on_device and not model.steps_in_backward:
-                self.applied[layer] = self.step_unit(unit, now)
-            self.parts.step(layer, now)
-        after = [(unit, self.step_unit(unit, now)) for unit in groups[1]]
+        are_there = placement.groups_on_device
+        stepped_on_device = [*(model.layers[i] for i in placement.on_device), *(model.groups if are_there else ())]
+        before = [(unit, self._step_unit(unit, now)) for unit in model.groups_before if not are_there]
+        for layer, unit in enumerate(model.layers if not model.steps_in_backward else ()):
+            if layer not in placement.on_device:
+                self.applied[layer] = self._step_unit(unit, now)
+            for place, part in enumerate(model.parts.get(layer, ())):
+                self.applied[layer, place] = self._step_unit(part, now)
+        after = [(unit, self._step_unit(unit, now)) for unit in model.groups_after if not are_there]
         # Issued when its step is over, between copies of layers that were issued before and after, while layers are stepped.
         self.before_at, self.after_at = (
             max((self.h2d.copy_between(unit.weight_bytes, stepped) for unit, stepped in units), default=now)
             for units in (before, after)
         )
         self.slots.forget()
+        self.part_slots.forget()
         self.compute.work(0.0, self.compute.free_at + self.machine.step_overhead)
         stepped_bytes = sum(unit.step_traffic + _NORM_BYTES * unit.parameters for unit in stepped_on_device)
         self.compute.work(stepped_bytes / self.machine.device_bytes)
-
-
-class _Parts:
-    """The experts of layers that stream in parts: a layer's compute is spread evenly over them, for each piece of a batch."""
-
-    def __init__(self, pipeline: _Pipeline) -> None:
-        self._pipeline = pipeline
-        self._applied: dict[tuple[int, int], float] = {}
-        self._slots = Slots(pipeline.model.slots, pipeline.h2d)
-
-    def compute(self, event: Event, seconds: float, ready: float, is_last: bool | None = None) -> float:
-        """A layer computes for ``seconds`` in all once its own weights are ``ready``; returns when it has. Of a backward,
-        ``is_last`` says whether it is the last before a step; it is None for a forward."""
-        pipeline, parts = self._pipeline, self._pipeline.model.parts.get(event.layer, ())
-        if not parts:
-            return pipeline.compute.work(seconds, ready)
-        pieces = pipeline.outline.profiles[event.kind].pieces
-        places = range(len(parts)) if is_last is None else range(len(parts) - 1, -1, -1)
-        end, out = pipeline.compute.work(0.0, ready), 0.0
-        for piece in range(pieces):
-            for place in places:
-                part, key = parts[place], (event.layer, place)
-                filled_at = self._slots.filled_at(key, part.weight_bytes, self._applied.get(key, 0.0))
-                ready = max(filled_at, pipeline.gradient_slot_at() if is_last is not None else 0.0)
-                end = pipeline.compute.work(seconds / (pieces * len(parts)), ready)
-                self._slots.use(key, end)
-                if is_last is not None and part.gradient_bytes:
-                    out = pipeline.send_gradients(part, end, is_added=piece > 0)
-        if is_last and pipeline.model.steps_in_backward and any(part.gradient_bytes for part in parts):
-            # One step of all, when the last gradients have come.
-            for part in parts:
-                out = pipeline.step_unit(part, out)
-            self._applied.update(dict.fromkeys(((event.layer, place) for place in places), out))
-        return end
-
-    def step(self, layer: int, now: float) -> None:
-        """``optimizer.step()`` comes to the layer."""
-        self._slots.forget()
-        for place, part in enumerate(self._pipeline.model.parts.get(layer, ())):
-            if not self._pipeline.model.steps_in_backward:
-                self._applied[layer, place] = self._pipeline.step_unit(part, now)
 
 
 class _ActivationCopies:
@@ -394,22 +345,21 @@ class _ActivationCopies:
         self._last_call = {event.layer: call for call, event in enumerate(pipeline.outline.forward_calls)}
         self._spacing = pipeline.placement.offload_spacing
         self._call = -1
-        self._leaving: collections.deque[tuple[int, float]] = collections.deque()
+        self._leaving: collections.deque[int] = collections.deque()
         self._gone: dict[int, float] = {}
         self._back: dict[int, float] = {}
 
     def make_room(self) -> None:
         """The next call begins: what left before the one before it must be gone."""
         self._call += 1
-        while len(self._leaving) > 1 or (self._leaving and self._leaving[0][0] < self._call - self._spacing):
-            self._pipeline.compute.work(0.0, self._leaving.popleft()[1])
+        while len(self._leaving) > 1 or (self._leaving and self._leaving[0] < self._call - self._spacing):
+            self._pipeline.compute.work(0.0, self._gone[self._leaving.popleft()])
 
     def leave(self, computed_at: float) -> None:
         """The call's activations begin to leave."""
-        sent = self._pipeline.sent[self._call]
-        if sent:
+        if sent := self._pipeline.sent[self._call]:
             self._gone[self._call] = self._pipeline.d2h.copy(sent, computed_at)
-            self._leaving.append((self._call, self._gone[self._call]))
+            self._leaving.append(self._call)
 
     def back_at(self, layer: int, issued_at: float) -> float:
         """When the activations are back of a layer whose backward is issued when compute gets to ``issued_at``."""
@@ -424,9 +374,7 @@ class _ActivationCopies:
             self._bring_back(ahead, issued_at)
 
     def _bring_back(self, call: int, issued_at: float) -> None:
-        if any(leaving == call for leaving, _ in self._leaving):
-            return  # still there
-        if call in self._gone and call not in self._back:
+        if call in self._gone and call not in self._back and call not in self._leaving:
             self._back[call] = self._pipeline.h2d.copy(self._pipeline.sent[call], max(self._gone[call], issued_at))
 
 

@@ -15,6 +15,7 @@ import torch
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.token_tiles import AUTO_TILE_TOKENS
+from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.placement_search import Candidate, PlacementSearch
 from megatrain_accelerate.plan.plan_record import PlanRecord
 from megatrain_accelerate.plan.step_profile import StepOutline
@@ -35,21 +36,17 @@ def take_way_of(runtime: StreamingRuntime, step: StepOutline | PlanRecord) -> No
 @contextlib.contextmanager
 def way_put_back(runtime: StreamingRuntime) -> Iterator[None]:
     """Layers run after the body as they did before it."""
-    before = runtime.batch_cut.chosen, runtime.token_tile
-    try:
+    cut = runtime.batch_cut
+    with replaced(cut, "chosen", cut.chosen), replaced(runtime, "token_tile", runtime.token_tile):
         yield
-    finally:
-        runtime.batch_cut.chosen, runtime.token_tile = before
 
 
 class WayChoice:
-    """Chooses how the layers of one step run. The runtime is left as it was: :func:`take_way_of` applies a choice.
+    """Chooses how the layers of one step on so many ``samples`` run, as far as ``micro_batch_size`` and ``token_tile`` of
+    the settings leave a choice. The runtime is left as it was: :func:`take_way_of` applies a choice.
 
-    Args:
-        config: whose ``micro_batch_size`` and ``token_tile`` may leave no choice.
-        samples: of the batch.
-        outline: makes the outline of the step as the runtime would run it now.
-        search: for the placement of an outline; None where there is no budget to fit.
+    ``outline`` makes the outline of the step as the runtime would run it now; ``search`` is for the placement of one, and None
+    where there is no budget to fit.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class WayChoice:
         outline: Callable[[], StepOutline],
         search: Callable[[StepOutline], PlacementSearch] | None,
     ) -> None:
-        self._runtime, self._outline, self._search = runtime, outline, search
+        self._runtime, self.outline, self._search = runtime, outline, search
         asked = runtime.batch_cut.asked
         self._samples = samples if asked is None else min(samples, asked)
         self._tile = None if config.token_tile == "auto" else int(config.token_tile)
@@ -81,15 +78,9 @@ class WayChoice:
             return (tiled, by_tiles) if is_better else (whole, by_whole)
 
     def measured(self, outline: StepOutline, measure: Callable[[StepOutline], StepOutline]) -> tuple[StepOutline, StepOutline]:
-        """Measures a step by the way of ``outline``, or, where that turns out not to fit, by the next that takes less memory.
-        Returns the outline and what was measured of it.
-
-        Kernels have workspaces that a run without data doesn't see; those of attention's backward are several times the hidden
-        states.
-
-        Raises:
-            torch.OutOfMemoryError: a layer's working set fits by none of the ways that the settings allow.
-        """
+        """Measures a step by the way of ``outline``, or, where that turns out not to fit, by the next that takes less memory:
+        kernels have workspaces that a run without data doesn't see (of attention's backward several times the hidden states).
+        Returns the outline and what was measured of it; raises a ``torch.OutOfMemoryError`` where a layer fits by no way."""
         assert self._search is not None
         found: tuple[StepOutline, StepOutline] | None = None
         error = torch.OutOfMemoryError()
@@ -109,7 +100,7 @@ class WayChoice:
 
     def _outlined(self, samples: int | None, tile_tokens: int) -> StepOutline:
         self._runtime.batch_cut.chosen, self._runtime.token_tile = samples, tile_tokens
-        return self._outline()
+        return self.outline()
 
     def _fastest(self, tile_tokens: int) -> tuple[StepOutline, Candidate | None]:
         """The whole batch if that fits, else the largest pieces that do, and the best placement; else the smallest pieces."""
@@ -151,11 +142,8 @@ class WayChoice:
 
 
 def may_cut(runtime: StreamingRuntime, config: MegatrainConfig) -> bool:
-    """Whether layers may run on pieces of a batch that nobody asked for.
-
-    Every layer must be known to compute each sample for itself. Where experts have a capacity, all tokens of a batch compete
-    for it. Experts that stream in parts would be fetched for each piece.
-    """
+    """Whether layers may run on pieces of a batch that nobody asked for: each must be known to compute each sample for itself.
+    Experts with a capacity let all tokens of a batch compete for it; experts in parts would be fetched for each piece."""
     if config.micro_batch_size is not None or runtime.experts:
         return False
     kinds = {type(module): module for layer in runtime.layers for module in layer.module.modules()}

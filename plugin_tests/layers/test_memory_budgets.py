@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import attach
+from engine_runs import attach, place
 from expert_models import EXPERTS, HOOKS_RECORD, of_experts
 from plain_torch import tiny_model, token_batches
 from torch import nn
@@ -67,7 +67,7 @@ def passes(
     """Losses, the sum of gradients, and the number of graphs, of a pass for each length."""
     model = build().train()
     engine = attach(model, **{"compile_layers": True, "kept_layers": 0, **settings})
-    engine.device_plan.placement = dataclasses.replace(engine.device_plan.placement, budgets=budgets)
+    place(engine.device_plan, dataclasses.replace(engine.device_plan.placement, budgets=budgets))
     torch.manual_seed(3)
     losses = []
     for length in lengths:
@@ -159,7 +159,7 @@ def saved_bytes(budgets: tuple[float, float], foretold: list[MemoryBudget] | Non
     model = tiny_model(hidden_size=128, intermediate_size=512, num_hidden_layers=1).train()
     engine = attach(model, bf16=False, compile_layers=True, kept_layers=0)
     runtime = engine.runtime
-    engine.device_plan.placement = dataclasses.replace(engine.device_plan.placement, budgets=budgets)
+    place(engine.device_plan, dataclasses.replace(engine.device_plan.placement, budgets=budgets))
     inputs, saved = set[int](), dict[int, int]()
 
     def note(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:

@@ -45,12 +45,10 @@ def test_a_copy_gets_slower_for_as_long_as_the_optimizer_works_beside_it(start: 
     assert Link(100.0, 1.0, optimizer).copy(int(100 * seconds), start) == pytest.approx(start + seconds)
 
 
-def test_work_that_follows_at_once_is_one_span_and_what_is_over_is_forgotten() -> None:
+def test_work_that_follows_at_once_is_one_span() -> None:
     optimizer = stepping((0.0, 1.0), (1.0, 2.0), (1.5, 4.0), (10.0, 12.0))
     assert optimizer.free_at == 12.0
     assert optimizer.end_beside(0.0, 3.0, 0.5) == pytest.approx(5.25)  # at work from 0 to 4.5
-    optimizer.forget_before(4.5)
-    assert optimizer.end_beside(0.0, 3.0, 0.5) == 3.0
     assert optimizer.end_beside(10.0, 1.0, 0.5) == 12.0
 
 
