@@ -366,7 +366,6 @@ class Engine:
         self.runtime.worker.raise_if_failed()
         self._is_in_forward = True
         self._begin_forward(model, args, kwargs)
-        self.runtime.calls.real = None
         if not torch.is_grad_enabled():
             return None
         if self._shared_store is not None and self._shared_store.is_loading:
@@ -375,7 +374,7 @@ class Engine:
         if self.training and model.training:
             began = time.perf_counter()
             inputs = by_name(model, args, kwargs)
-            if self._leaves_padding_out:
+            if self._leaves_padding_out and not self.runtime.compiled.is_chosen:
                 self.runtime.calls.real = real_tokens(inputs)
             self.device_plan.follow(model, inputs)
             self.runtime.meter.counters.plan_seconds += time.perf_counter() - began
@@ -404,6 +403,7 @@ class Engine:
 
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         self.runtime.end_forward()
+        self.runtime.calls.real = None
         self._is_in_forward &= engine_of(model) is not self
 
     def _refuse_replaced(self, model: nn.Module) -> None:
@@ -473,6 +473,7 @@ class Engine:
             with contextlib.suppress(StepWorkerError, StateError, UnsupportedError):
                 part.refresh_if_written()
         self._detach((*self.runtime.layers, *self.runtime.experts))
+        self.device_plan.end()
         self.runtime.close()
         self.kernels.close()
         for model in [model for model, engine in _engines.items() if engine is self]:

@@ -170,6 +170,11 @@ class CompiledLayers:
         """Whether any layer may run compiled."""
         return self._is_on and self.pays is not False
 
+    @property
+    def is_chosen(self) -> bool:
+        """Whether layers run compiled where they can."""
+        return self._is_on and (self.pays or not self.is_optional)
+
     def suits(self, layer: StreamedLayer) -> Captures | None:
         """What hooks inside the layer take if it may run compiled by the settings, its size and its hooks; else None.
 

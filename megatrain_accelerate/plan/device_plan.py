@@ -60,6 +60,10 @@ LIBRARY_WORKSPACE_BYTES = 128 * MIB
 
 _CLEARLY_LARGER = 1.25
 
+LONGEST_WITHOUT_CUDNN = 4096
+"""Tokens of a sequence. For each new length cuDNN builds attention's kernels, 60 ms forward and 60 backward on an H100, which
+other kernels of torch don't; of longer sequences cuDNN's own speed is worth more."""
+
 # Compiling changes numbers. So the decision uses fixed estimates and no measured times: equal trainings decide alike.
 COMPILE_SECONDS = 30.0
 """To compile one kind of layer. Measured: 10 s for a fixed length, up to 36 s with dynamic shapes, less with a warm cache."""
@@ -92,6 +96,7 @@ class DevicePlan:
         """Of several ranks, while they plan together."""
         self._exchange_bytes = math.inf
         """Of gradients that several ranks exchange a second."""
+        self._may_use_cudnn = device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
         self._is_displaced = False
         """Whether an evaluation needed the room of what lives on the device."""
         self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights)
@@ -203,7 +208,7 @@ class DevicePlan:
             self._place(self.placement)
             self._is_displaced = False
         if self._runtime.ranks is None:
-            self._plan_alone(model, inputs, BatchExtent.of(inputs), row_size(inputs))
+            self._plan_alone(model, inputs, self._extent(inputs), row_size(inputs))
         else:
             self._plan_together(self._runtime.ranks, model, inputs)
         if self.show and self._table is not None:
@@ -221,7 +226,7 @@ class DevicePlan:
     def _plan_together(self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """One plan for all ranks, by the one with the largest batch, within the smallest budget. All decide alike whether to
         plan, from what all told."""
-        told = ranks.gather((BatchExtent.of(inputs), row_size(inputs), self._made.planned, self._resumed is not None))
+        told = ranks.gather((self._extent(inputs), row_size(inputs), self._made.planned, self._resumed is not None))
         extents, sizes = [extent for extent, *_ in told], [size for _, size, *_ in told]
         extent = functools.reduce(BatchExtent.union, extents)
         self._note_rows(*sizes)  # before anything is compiled
@@ -266,7 +271,7 @@ class DevicePlan:
         self._runtime.refresh_if_written()
         seen = self._made.seen.union(extent)
         try:
-            batch, outline = self._batch_to_plan_for(model, inputs, seen)
+            planned, outline = self._batch_to_plan_for(model, inputs, seen)
         except torch.OutOfMemoryError:
             raise  # and the batch doesn't count: it is tried again smaller
         except Exception as error:  # a model that looks at its data can't be run without any
@@ -293,7 +298,7 @@ class DevicePlan:
             made_for=made_for(model, self._runtime, self._config, self.micro_batches),
             offloaded_bytes=sum(sent_bytes(outline, placement)),
             seen=seen,
-            planned=BatchExtent.of(batch),
+            planned=planned,
             plans=self._made.plans + 1,
             samples=outline.samples,
             token_tile=outline.token_tile,
@@ -319,34 +324,47 @@ class DevicePlan:
         self._made = dataclasses.replace(self._made, **changes)
 
     def _note_rows(self, *sizes: int) -> None:
-        """Where lengths vary, by batch or by rank, each graph of a compiled layer is made for any of them."""
+        """Where lengths vary, by batch or by rank, each graph of a compiled layer is made for any of them, and attention has
+        kernels that are. A backward that is to come computes with those that its forward had."""
         so_far = functools.reduce(sizes_after, sizes, self._made.row_sizes)
         self._note(row_sizes=so_far)
-        self._runtime.compiled.sizes_vary = sizes_vary(so_far) or any(size != so_far[0] for size in sizes)
+        varies = self._runtime.compiled.sizes_vary = sizes_vary(so_far) or any(size != so_far[0] for size in sizes)
+        if self._may_use_cudnn and not self._runtime.open_forwards:
+            torch.backends.cuda.enable_cudnn_sdp(not varies or max(sizes) > LONGEST_WITHOUT_CUDNN)
+
+    def end(self) -> None:
+        """No step follows: attention runs as before the first."""
+        if self._may_use_cudnn:
+            torch.backends.cuda.enable_cudnn_sdp(True)
 
     def _batch_to_plan_for(
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
-    ) -> tuple[Mapping[str, Any], StepOutline]:
-        """The batch to plan for and its step: in the first plan the batch itself, in later ones a batch that covers all
+    ) -> tuple[BatchExtent, StepOutline]:
+        """The extent to plan for and its step: in the first plan the batch itself, in later ones a batch that covers all
         batches so far and, if such a step fits, larger ones."""
         plans = self._made.plans
         if plans and self.has_budget:
             # Steps may be planned anew for another reason than their batches: more forwards at once.
             growths = () if seen == self._made.seen else (GROWTH_FACTORS[min(plans, len(GROWTH_FACTORS)) - 1],)
             for growth in (*growths, 1.0):
-                batch = enlarged_batch(model, inputs, seen, growth)
-                if batch is None:
+                enlarged = enlarged_batch(model, inputs, seen, growth)
+                if enlarged is None:
                     break
+                batch, real = enlarged
                 try:
-                    # Room for batches that never came isn't worth smaller pieces, or tiles.
-                    ways = self._ways(model, batch)
-                    outline = self._in_proportion(batch, ways.best()[0] if growth == 1.0 else ways.outline())
+                    with replaced(self._runtime.calls, "real", real):
+                        # Room for batches that never came isn't worth smaller pieces, or tiles.
+                        ways = self._ways(model, batch)
+                        outline = self._in_proportion(batch, ways.best()[0] if growth == 1.0 else ways.outline())
                 except Exception as error:  # the model bounds sequences in a way of its own
                     logger.info("megatrain: no larger batches can be planned for (%s)", error)
                     continue
                 if outline is not None and self.search_for(outline).something_fits:
-                    return batch, outline
-        return inputs, self.foresee(model, inputs)
+                    return BatchExtent.of(batch, real), outline
+        return self._extent(inputs), self.foresee(model, inputs)
+
+    def _extent(self, inputs: Mapping[str, Any]) -> BatchExtent:
+        return BatchExtent.of(inputs, self._runtime.calls.real)
 
     def fixed_bytes(self, outline: StepOutline) -> int:
         """What such a step takes under any placement."""
@@ -410,7 +428,7 @@ class DevicePlan:
         and later ones are scaled from it where they can be. Raises an ``UnsupportedError`` for a batch that can't run in
         pieces, and whatever the model raises when it looks at its data."""
         shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
-        key = (self._runtime.batch_cut.asked, shapes)
+        key = (self._runtime.batch_cut.asked, shapes, self._extent(inputs))
         if key not in self._foreseen:
             self._runtime.refresh_if_written()
             ways = self._ways(model, inputs)

@@ -249,7 +249,7 @@ class _Measurement:
         """Of the last forward."""
         self._layer, self._slot, self._inputs = layer, slot, inputs
         self._weight: Callable[[torch.Tensor, bool], torch.Tensor] = nn.Parameter if is_plain else torch.Tensor.requires_grad_
-        self._compiled = runtime.compiled
+        self._compiled, self._real = runtime.compiled, runtime.calls.real
         self._captures = self._compiled.wants(layer)
 
     def slot(self) -> WeightSlot:
@@ -315,7 +315,7 @@ class _Measurement:
             if self._captures is not None:
                 output = self._compiled.run(self._layer, self._captures, args, kwargs, memory_budget)
             else:
-                output = self._layer.run(args, kwargs)
+                output = self._layer.run(args, kwargs, self._real)
         return output, recorded
 
     @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.step_profile import LayerProfile, StepOutline
 
@@ -26,24 +27,32 @@ class BatchExtent:
     """Number of elements of all input tensors together; labels and masks count as well, single numbers don't."""
     length: int = 0
     """Sequence length of text, padding included; 0 for other inputs, which are compared by their elements alone."""
+    real: int = 0
+    """Tokens of text that large parts of the layers compute: all, or those that aren't padding."""
 
     @classmethod
-    def of(cls, inputs: Mapping[str, Any]) -> BatchExtent:
+    def of(cls, inputs: Mapping[str, Any], real: RealTokens | None = None) -> BatchExtent:
         """The extent of a batch that is given as the keyword arguments of a model's forward."""
         elements = sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim())
-        text = _text(inputs)
-        return cls(elements, next(iter(text.values())).shape[1] if text else 0)
+        if not (text := _text(inputs)):
+            return cls(elements)
+        ids = next(iter(text.values()))
+        return cls(elements, ids.shape[1], ids.numel() if real is None else len(real.index))
 
     def covers(self, other: BatchExtent, factor: float = 1.0) -> bool:
         """Whether a step on a batch of that extent needs at most the memory of one on a batch of this times ``factor``."""
-        return other.elements <= factor * self.elements and (not self.length or other.length <= factor * self.length)
+        if other.elements > factor * self.elements:
+            return False
+        return not self.length or (other.length <= factor * self.length and other.real <= factor * self.real)
 
     def union(self, other: BatchExtent) -> BatchExtent:
         """The smallest extent that covers both."""
         if not self.elements:
             return other
-        is_text = self.length and other.length
-        return BatchExtent(max(self.elements, other.elements), max(self.length, other.length) if is_text else 0)
+        elements = max(self.elements, other.elements)
+        if not (self.length and other.length):
+            return BatchExtent(elements)
+        return BatchExtent(elements, max(self.length, other.length), max(self.real, other.real))
 
 
 def row_size(inputs: Mapping[str, Any]) -> int:
@@ -63,10 +72,12 @@ def sizes_vary(sizes: tuple[int, ...]) -> bool:
     return len(sizes) > 3 or len({*sizes[:2]}) > 1
 
 
-def enlarged_batch(model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, growth: float) -> dict[str, Any] | None:
-    """A batch of text of ``growth`` times ``extent``, tokens and length: ``inputs``, a model's arguments, over and over. Where
-    the model bounds the length (``max_position_embeddings``), it has more sequences instead. None if any of the batches is
-    more than text: an image can't be repeated apart from its tokens."""
+def enlarged_batch(
+    model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, growth: float
+) -> tuple[dict[str, Any], RealTokens | None] | None:
+    """A batch of text of ``growth`` times ``extent``, tokens and length: ``inputs``, a model's arguments, over and over; and
+    which of its tokens are real. Where the model bounds the length (``max_position_embeddings``), it has more sequences
+    instead. None if any of the batches is more than text: an image can't be repeated apart from its tokens."""
     text = _text(inputs)
     if not text or not extent.length:
         return None
@@ -78,7 +89,10 @@ def enlarged_batch(model: nn.Module, inputs: Mapping[str, Any], extent: BatchExt
     # Ids, labels and mask have one shape, and all of them count as elements.
     sequences = math.ceil(growth * extent.elements / len(text) / length)
     copies = (math.ceil(sequences / input_sequences), math.ceil(length / input_length))
-    return {**inputs, **{name: value.repeat(copies)[:sequences, :length].contiguous() for name, value in text.items()}}
+    made = {name: value.repeat(copies)[:sequences, :length].contiguous() for name, value in text.items()}
+    in_each, more = divmod(min(math.ceil(growth * extent.real), sequences * length), sequences)
+    lengths = [in_each + (row < more) for row in range(sequences)]
+    return {**inputs, **made}, RealTokens.of(lengths, length, next(iter(made.values())).device)
 
 
 def _text(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -115,7 +115,7 @@ class _Outliner:
         self.profiles: dict[Hashable, LayerProfile] = {}
         self._live = live
         self._anchor = torch.empty((), device=device, requires_grad=True)
-        self._cut = runtime.batch_cut
+        self._cut, self._calls = runtime.batch_cut, runtime.calls
         self._reckoning = reckoning
         self.costs_before = OpCosts()
         """Those at the last event."""
@@ -144,7 +144,7 @@ class _Outliner:
 
     def _run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recorded]:
         with output_recorder.apart() as recorded:
-            output = layer.run(args, kwargs)
+            output = layer.run(args, kwargs, self._calls.real)
         return output, recorded
 
     def _profile(self, layer: StreamedLayer, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
