@@ -60,7 +60,7 @@ def test_gradients_are_those_of_all_tokens(settings: dict[str, int | None], monk
             assert float(difference) < TOLERANCE, name
         model.zero_grad()
         plain.zero_grad()
-    assert set(rows) == {832, 512, 768}
+    assert set(rows) >= {832, 512, 768}  # and those of a larger batch that the plan leaves room for
     assert not torch.backends.cuda.cudnn_sdp_enabled()  # from the second length on
     engine.close()
     assert torch.backends.cuda.cudnn_sdp_enabled()
@@ -68,7 +68,7 @@ def test_gradients_are_those_of_all_tokens(settings: dict[str, int | None], monk
 
 def test_a_step_of_padded_batches_takes_the_memory_that_was_predicted() -> None:
     model = tiny_model(num_hidden_layers=8, max_position_embeddings=2048, **SHAPE).to(torch.bfloat16).train()
-    engine = attach(model, device="cuda", compile_layers=False, device_layers=None, kept_layers=None)
+    engine = attach(model, device="cuda", compile_layers=False, device_layers=None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     adopt_optimizer(optimizer, engine.runtime, "deferred")
     inputs = batch((2048, *[100] * 15), 2048)
