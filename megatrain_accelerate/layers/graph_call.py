@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.call_gradients import Backward, GradientSums
 from megatrain_accelerate.gradients.offload import GradientOffloader
-from megatrain_accelerate.hooks import weakly
 from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.ambient_state import BufferValues, RandomState, buffers_as_before, surroundings_again
 from megatrain_accelerate.layers.attention_results import AttentionResults
@@ -39,7 +38,7 @@ from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.policy import ActivationPolicy
 from megatrain_accelerate.layers.saved_tensors import SavedTensors
-from megatrain_accelerate.layers.shared_mappings import no_writes_into, no_writes_to
+from megatrain_accelerate.layers.shared_mappings import no_writes_into, no_writes_to, run_with_mappings, takes_mappings
 from megatrain_accelerate.layers.whole_recompute import run_whole
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader, Recording, inputs_offloaded
 from megatrain_accelerate.transfer.call_order import Tape
@@ -150,7 +149,7 @@ class GraphCall:
             # A leaf lives on, and hooks on it would pile up. The gradients of all pieces are known at once.
             through = tensor.view_as(tensor) if tensor.is_leaf or self.pieces > 1 else tensor
             # Weakly: the graph below the layer may live longer than the layer's own.
-            through.register_hook(weakly(self.all_issued))
+            through.register_hook(functools.partial(_call_if_alive, GraphCall.all_issued, weakref.ref(self)))
             watched[id(tensor)] = watched[id(through)] = through
         return watched[id(tensor)]
 
@@ -162,7 +161,8 @@ class GraphCall:
                 self._leaves.append((row, weakref.ref(weight)))
                 weight._megatrain_call = self  # type: ignore[attr-defined]
                 if is_watched:
-                    weight.register_post_accumulate_grad_hook(weakly(self.leaf_arrived))
+                    arrived = functools.partial(_call_if_alive, GraphCall.leaf_arrived, weakref.ref(self))
+                    weight.register_post_accumulate_grad_hook(arrived)
 
     def _leaves_in(self, slot: WeightSlot) -> list[torch.Tensor]:
         """The layer's weights in the slot, in entry order, as leaves; each with a version of its own (``data``)."""
@@ -197,8 +197,13 @@ class GraphCall:
         layer = self.layer
         if self._captures is not None:
             return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget)
-        with self._expert_results.at_work(layer, replays=is_recompute) if layer.experts else contextlib.nullcontext():
-            return layer.run(args, kwargs, self.real)
+        at_work = self._expert_results.at_work(layer, replays=is_recompute) if layer.experts else contextlib.nullcontext()
+        with at_work, layer.tiles.at_work(args, kwargs, self.real):
+            return (
+                run_with_mappings(layer.forward, args, kwargs)
+                if takes_mappings(args, kwargs)
+                else layer.forward(*args, **kwargs)
+            )
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
@@ -324,7 +329,7 @@ class GraphCall:
         leaves = [found() for _, found in self._leaves]
         return all(leaf is None or leaf.grad is not None for leaf in leaves)
 
-    def all_issued(self, *_: torch.Tensor) -> None:
+    def all_issued(self) -> None:
         """All of the layer's backward has been issued, as far as a hook can tell."""
         if self.state is CallState.FORWARD:
             return
@@ -337,7 +342,7 @@ class GraphCall:
         if self.piece == 0:  # the last one in backward
             self.calls.prefetcher.end_lease(self.layer.index)
 
-    def leaf_arrived(self, _: torch.Tensor) -> None:
+    def leaf_arrived(self) -> None:
         """A leaf has its gradient, of a call whose inputs have none."""
         if self.state is not CallState.FORWARD:
             self._begin()
@@ -382,6 +387,12 @@ class GraphCall:
                 "or outputs of layers instead"
             )
         self.calls.backwards[self.task].take(self, taken, is_complete)
+
+
+def _call_if_alive(method: Callable[[GraphCall], None], call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
+    """A hook of a tensor."""
+    if (found := call()) is not None:
+        method(found)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

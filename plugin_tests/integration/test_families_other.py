@@ -308,11 +308,11 @@ def test_parity_is_lost_if_a_layer_runs_with_anothers_weights(monkeypatch: pytes
     plain = train_plainly(family, torch.bfloat16)
     pieces, copied = HostUnit.pieces, list[torch.Tensor]()
 
-    def of_the_first_unit(unit: HostUnit, of_unit: torch.Tensor, of_slot: torch.Tensor, trainable_only: bool) -> Any:
-        if not trainable_only:
-            copied.append(of_unit)
-            of_unit = copied[0]
-        return pieces(unit, of_unit, of_slot, trainable_only)
+    def of_the_first_unit(unit: HostUnit, of_slot: torch.Tensor, gradients: torch.Tensor | None = None) -> Any:
+        if gradients is not None:
+            return pieces(unit, of_slot, gradients)
+        copied.append(unit.weights)
+        return pieces(unit, of_slot, copied[0])
 
     monkeypatch.setattr(HostUnit, "pieces", of_the_first_unit)
     assert list(differences(train_streamed(family, torch.bfloat16), plain))
