@@ -36,6 +36,7 @@ from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.evaluation_weights import is_next_token
 from megatrain_accelerate.plan.layer_discovery import Discovery, discover_layers, find_module, split_experts
 from megatrain_accelerate.plan.placement import require_layers
+from megatrain_accelerate.plan.step_outline import what_sees_a_batch
 from megatrain_accelerate.progress import progress_bar
 from megatrain_accelerate.store.host_limits import (
     anonymous_bytes,
@@ -311,7 +312,8 @@ class Engine:
         self.runtime.drain()
 
     def _hook(self, model: nn.Module, discovery: Discovery) -> None:
-        self._leaves_padding_out = may_leave_padding_out(model, [name for name, _ in discovery.layers])
+        suits = may_leave_padding_out(model, [name for name, _ in discovery.layers])
+        self._leaves_padding_out = suits and what_sees_a_batch(model) is None
         self._checkpointing = modules_that_checkpoint(model)
         leave_checkpointing_off(self._checkpointing)
         for module in model.modules():

@@ -15,6 +15,8 @@ from torch import nn
 from megatrain_accelerate.layers import token_tiles
 from megatrain_accelerate.layers.padding import RealTokens, may_leave_padding_out, real_tokens
 from megatrain_accelerate.loss import tiled_cross_entropy
+from megatrain_accelerate.plan.device_plan import LIBRARY_WORKSPACE_BYTES
+from megatrain_accelerate.plan.other_batches import BatchExtent, enlarged_batch
 
 WIDTH = 128
 LENGTHS = (128, 70, 41, 12, 3)
@@ -125,6 +127,15 @@ def test_a_part_that_draws_random_numbers_computes_all_tokens(rows: list[int]) -
     engine.close()
 
 
+def test_a_loss_that_looks_at_all_tokens_has_them_computed(rows: list[int]) -> None:
+    model = tiny_model().train()
+    model.config.output_router_logits = True  # the balance of experts, say
+    engine = attach(model, bf16=False, kept_layers=0)
+    gradients(model, batch())
+    assert not rows
+    engine.close()
+
+
 def with_label(row: int, token: int) -> dict[str, torch.Tensor]:
     found = batch()
     found["labels"][row, token] = 5
@@ -149,6 +160,32 @@ def with_label(row: int, token: int) -> dict[str, torch.Tensor]:
 def test_all_of_a_batch_is_computed_where_its_padding_may_be_read(inputs: dict[str, torch.Tensor]) -> None:
     assert real_tokens(inputs) is None
     assert real_tokens(batch()) is not None
+
+
+def test_the_plan_covers_batches_of_no_more_real_tokens_and_predicts_less_memory_for_padding(rows: list[int]) -> None:
+    model = tiny_model().train()
+    engine = attach(model, bf16=False, kept_layers=4)
+    plan, predicted = engine.device_plan, []
+    for lengths in ((128, 10, 10, 10, 10), (128, 8, 8, 8, 8), (128, 128, 128, 128, 128)):
+        model(**batch(lengths)).loss.backward()
+        predicted.append(plan.predicted_bytes - LIBRARY_WORKSPACE_BYTES)
+    assert predicted[0] == predicted[1] < 0.8 * predicted[2]
+    assert 192 in rows
+    engine.close()
+
+
+def test_a_larger_batch_to_plan_for_has_as_much_padding() -> None:
+    seen = BatchExtent.of(batch(), real_tokens(batch()))
+    assert (seen.length, seen.real) == (WIDTH, 256)
+    enlarged = enlarged_batch(nn.Module(), batch(), seen, 1.5)
+    assert enlarged is not None
+    inputs, real = enlarged
+    assert real is not None
+    found = BatchExtent.of(inputs, real)
+    assert found.covers(seen)
+    assert (found.length, found.real) == (192, 384)
+    assert not seen.covers(BatchExtent.of(batch()))
+    assert BatchExtent.of(batch()).covers(seen)
 
 
 def test_the_first_tokens_of_each_sample_are_real_and_padding_fills_up_a_multiple_of_64() -> None:
