@@ -392,6 +392,7 @@ class Engine:
 
     def _begin_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.runtime.end_forward()  # one that was interrupted
+        self.runtime.calls.real = None
         self.runtime.passes.order.end_pass()
         has_graph = torch.is_grad_enabled()
         for engine in all_engines():

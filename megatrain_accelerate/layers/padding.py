@@ -5,7 +5,7 @@ what is computed there is never read. An MLP or a large projection, which treat 
 on the real tokens, and give zeros for the others. Attention and norms run on all of them. Padding was left out of BERT's
 training in the same way (Zeng et al., arXiv 2208.08124), there in all of the model, which has to know of it.
 
-B samples, T tokens of the longest, N real tokens.
+B samples, T tokens of the longest, N tokens that are computed: the real ones, and some behind them for a multiple of 64.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 _WORTH_LEAVING_OUT = 0.1
-"""Of a batch: gathering and scattering what is left costs about as much as a twentieth of an MLP."""
+"""Share of a batch. Gathering what is left, and putting it back, costs about as much as a twentieth of an MLP."""
 _MULTIPLE = 64
-"""Tokens that are computed: products of other numbers of rows are slower. Padding fills up the rest."""
+"""Of this many tokens is what is computed a multiple: products of other numbers of rows are slower."""
 _IGNORED = -100
 """The label of a token that transformers' losses leave out."""
 
@@ -31,24 +31,23 @@ class RealTokens:
     """Which tokens of a batch are computed by the parts that leave padding out: the first ones of each sample."""
 
     lengths: tuple[int, ...]
-    """Of the samples, in order."""
+    """Of the samples, in order, without padding."""
     width: int
-    """T."""
+    """Tokens of each sample with its padding: T."""
     index: torch.Tensor
     """int64 (N,), on the device: their places among B x T."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> RealTokens | None:
         """Those of samples of these lengths, in a batch as wide as ``width``; None where too little would be left out."""
-        count = sum(lengths)
-        missing, fuller = -count % _MULTIPLE, []
+        to_fill_up, computed = -sum(lengths) % _MULTIPLE, []
         for length in lengths:
-            more = min(missing, width - length)
-            missing -= more
-            fuller.append(length + more)
-        if missing or sum(fuller) > (1 - _WORTH_LEAVING_OUT) * len(lengths) * width:
+            more = min(to_fill_up, width - length)
+            to_fill_up -= more
+            computed.append(length + more)
+        if to_fill_up or sum(computed) >= (1 - _WORTH_LEAVING_OUT) * len(lengths) * width:
             return None
-        places = torch.cat([torch.arange(row * width, row * width + length) for row, length in enumerate(fuller)])
+        places = torch.cat([torch.arange(row * width, row * width + count) for row, count in enumerate(computed)])
         return cls(tuple(lengths), width, places.to(device, non_blocking=True))
 
     @property
@@ -68,7 +67,7 @@ class RealTokens:
 
     def labelled(self, hidden: torch.Tensor, target: torch.Tensor, ignored: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of ``hidden`` (B x T, D) and ``target`` (B x T,) that have a label, if any has. Waits for the device."""
-        if isinstance(target, FakeTensor) or target.is_meta:  # a run without data: at most these have one
+        if isinstance(target, FakeTensor) or target.is_meta:  # without data: no more rows than these have a label
             return hidden[: len(self.index)], target[: len(self.index)]
         index = (target != ignored).nonzero().flatten()
         return (_Take.apply(hidden, index), target[index]) if len(index) else (hidden, target)
@@ -102,10 +101,12 @@ class _Put(torch.autograd.Function):
 
 def may_leave_padding_out(model: nn.Module, layers: Collection[str]) -> bool:
     """Whether nothing behind a sequence's end reaches its tokens in this model, whose layers have these names: it is a causal
-    language model of transformers, be it within an adapter's, with a single row of layers."""
-    causal = [module for module in model.modules() if type(module).__name__.endswith("ForCausalLM")]
-    in_two_parts = any(getattr(getattr(module, "config", None), "is_encoder_decoder", False) for module in causal)
-    return bool(causal) and not in_two_parts and len({name.rpartition(".")[0] for name in layers}) == 1
+    language model of transformers, or PEFT's model around one, all of whose layers stand in one list."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    kind = type(base)
+    is_causal = kind.__name__.endswith("ForCausalLM") and kind.__module__.startswith("transformers")
+    is_encoder_decoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+    return is_causal and not is_encoder_decoder and len({name.rpartition(".")[0] for name in layers}) == 1
 
 
 def real_tokens(inputs: Mapping[str, Any]) -> RealTokens | None:
@@ -121,7 +122,7 @@ def real_tokens(inputs: Mapping[str, Any]) -> RealTokens | None:
         return None
     is_real, has_label = mask != 0, labels != _IGNORED
     is_right = (is_real[:, 1:] <= is_real[:, :-1]).all()
-    # A token gives the label behind it; in a model that doesn't shift them, its own.
+    # What is computed for a token is compared with the next token's label; in a model that doesn't shift them, with its own.
     is_asked = (has_label & ~is_real).any() | (has_label[:, 1:] & ~is_real[:, :-1]).any()
     suits, *lengths = torch.cat([(is_right & ~is_asked)[None], is_real.sum(1)]).tolist()
     return RealTokens.of(lengths, mask.shape[1], mask.device) if suits else None

@@ -60,6 +60,11 @@ def streamed_among(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [p for p in parameters if any(runtime.state_of(p) is not None for runtime in running)]
 
 
+def forwards_are_open() -> bool:
+    """Whether a forward of any model waits for its backward."""
+    return any(runtime.open_forwards for runtime in list(_running))
+
+
 UnitInOrder = tuple[HostUnit, ResidentGroup | None, list[tuple[UpdateGate, ExpertRange | None]]]
 """A unit, its resident group if it is one's, and gate and experts (None for all of it) of each part that is stepped."""
 
@@ -250,7 +255,8 @@ class StreamingRuntime:
         slot = self.prefetcher.acquire(layer, self.passes.after_forward(tape, position, False))
         try:
             self.passes.wait_for_head(layer)
-            with without_graph, layer.bound(slot.views(layer.unit.layout)), layer.tiles.at_work(args, kwargs):
+            tiles = layer.tiles.at_work(args, kwargs, self.calls.real)
+            with without_graph, layer.bound(slot.views(layer.unit.layout)), tiles:
                 return layer.forward(*args, **kwargs)
         finally:
             self.prefetcher.release(slot)

@@ -165,8 +165,9 @@ class TokenTiles:
         call = _TiledCall(part, forward, args, kwargs)
         if call.token_dim((len(real.lengths), real.width)) != 1:
             return forward(*args, **kwargs)
-        # A rate of dropout may have been set since.
-        key = (part, part.training, torch.is_autocast_enabled(), *(getattr(child, "p", 0) for child in part.modules()))
+        # A rate of dropout may have been set since, and hooks come and go.
+        rates = (getattr(child, "p", 0) for child in part.modules())
+        key = (part, part.training, torch.is_autocast_enabled(), has_hooks_inside(part), *rates)
         if key not in self._leaves_padding_out:
             self._leaves_padding_out[key] = self._reason_against(part, call, 1) in (None, MAKES_LITTLE)
             if self._leaves_padding_out[key]:

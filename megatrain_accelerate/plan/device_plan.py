@@ -17,7 +17,7 @@ from torch import nn
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.kernels.device import can_step_on
 from megatrain_accelerate.layers.micro_batches import rows_of
-from megatrain_accelerate.layers.runtime import StreamingRuntime
+from megatrain_accelerate.layers.runtime import StreamingRuntime, forwards_are_open
 from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.plan.evaluation_weights import EvaluationWeights
 from megatrain_accelerate.plan.fake_runs import replaced
@@ -96,7 +96,7 @@ class DevicePlan:
         """Of several ranks, while they plan together."""
         self._exchange_bytes = math.inf
         """Of gradients that several ranks exchange a second."""
-        self._may_use_cudnn = device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
+        self._leaves_cudnn_out = False
         self._is_displaced = False
         """Whether an evaluation needed the room of what lives on the device."""
         self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights)
@@ -203,6 +203,7 @@ class DevicePlan:
             return
         if self._compiles_after is not None and self._runtime.steps_taken > self._compiles_after:
             self._run_layers(compiled=True)
+            self._runtime.calls.real = None
         self._runtime.calls.policy = self.placement
         if self._is_displaced:
             self._place(self.placement)
@@ -240,7 +241,10 @@ class DevicePlan:
             self._exchange_bytes = exchange.trial() / seconds_of(self._device, exchange.trial)
         with replaced(self, "_smallest_budget_bytes", min(ranks.gather(self._budget_bytes()))):
             if ranks.rank == planner:
-                self._plan_alone(model, inputs, extent, *sizes)
+                # Another rank's batch may have less padding.
+                real = self._runtime.calls.real if self._extent(inputs).covers(extent) else None
+                with replaced(self._runtime.calls, "real", real):
+                    self._plan_alone(model, inputs, extent, *sizes)
             elif self.measures and self._resumed is None and not self._made.plans:
                 # It compiles its layers while the planner does. A failure recurs in the forward.
                 with contextlib.suppress(Exception):
@@ -249,6 +253,8 @@ class DevicePlan:
         own_way = compiled.pays, self._compiles_after
         own = self._made, *own_way, self._table
         made, compiled.pays, self._compiles_after, self._table = ranks.broadcast(own, planner)
+        if compiled.is_chosen:
+            self._runtime.calls.real = None
         if ranks.rank != planner:
             if own_way != (compiled.pays, self._compiles_after):  # what was measured is of layers that ran in another way
                 self._measured_steps.clear()
@@ -329,13 +335,18 @@ class DevicePlan:
         so_far = functools.reduce(sizes_after, sizes, self._made.row_sizes)
         self._note(row_sizes=so_far)
         varies = self._runtime.compiled.sizes_vary = sizes_vary(so_far) or any(size != so_far[0] for size in sizes)
-        if self._may_use_cudnn and not self._runtime.open_forwards:
-            torch.backends.cuda.enable_cudnn_sdp(not varies or max(sizes) > LONGEST_WITHOUT_CUDNN)
+        if self._device.type == "cuda" and not forwards_are_open():
+            self._use_cudnn(not varies or max(sizes) > LONGEST_WITHOUT_CUDNN)
+
+    def _use_cudnn(self, is_used: bool) -> None:
+        """Whether attention may run in cuDNN; where that was switched off by somebody else it stays off."""
+        if is_used == self._leaves_cudnn_out and (is_used or torch.backends.cuda.cudnn_sdp_enabled()):
+            torch.backends.cuda.enable_cudnn_sdp(is_used)
+            self._leaves_cudnn_out = not is_used
 
     def end(self) -> None:
         """No step follows: attention runs as before the first."""
-        if self._may_use_cudnn:
-            torch.backends.cuda.enable_cudnn_sdp(True)
+        self._use_cudnn(True)
 
     def _batch_to_plan_for(
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
@@ -434,6 +445,9 @@ class DevicePlan:
             ways = self._ways(model, inputs)
             outline, _ = ways.best()
             self._decide_on_compiling(outline)
+            if self._runtime.compiled.is_chosen and self._runtime.calls.real is not None:
+                self._runtime.calls.real = None  # compiled layers compute padding too
+                return self.foresee(model, inputs)
             found = self._in_proportion(inputs, outline)
             if found is None or not (found is outline or found.surely_fits or self.search_for(found).something_fits):
                 measured = None
