@@ -239,20 +239,26 @@ class DevicePlan:
         if self._exchange_bytes == math.inf and self.has_budget and exchange is not None:
             _ = self._machine  # which is measured when it is first asked for
             self._exchange_bytes = exchange.trial() / seconds_of(self._device, exchange.trial)
+        failure: Exception | None = None
         with replaced(self, "_smallest_budget_bytes", min(ranks.gather(self._budget_bytes()))):
             if ranks.rank == planner:
                 # Another rank's batch may have less padding.
                 real = self._runtime.calls.real if self._extent(inputs).covers(extent) else None
-                with replaced(self._runtime.calls, "real", real):
-                    self._plan_alone(model, inputs, extent, *sizes)
+                try:
+                    with replaced(self._runtime.calls, "real", real):
+                        self._plan_alone(model, inputs, extent, *sizes)
+                except Exception as error:  # the others wait, and a script may catch it (too little memory) and go on
+                    failure = error
             elif self.measures and self._resumed is None and not self._made.plans:
                 # It compiles its layers while the planner does. A failure recurs in the forward.
                 with contextlib.suppress(Exception):
                     self.foresee(model, inputs)
         compiled = self._runtime.compiled
         own_way = compiled.pays, self._compiles_after
-        own = self._made, *own_way, self._table
-        made, compiled.pays, self._compiles_after, self._table = ranks.broadcast(own, planner)
+        own = self._made, *own_way, self._table, failure
+        made, compiled.pays, self._compiles_after, self._table, failure = ranks.broadcast(own, planner)
+        if failure is not None:
+            raise failure
         if compiled.is_chosen:
             self._runtime.calls.real = None
         if ranks.rank != planner:

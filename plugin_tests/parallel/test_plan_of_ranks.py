@@ -52,12 +52,20 @@ def planned(run: Training) -> dict[str, Any]:
     }
 
 
+def out_of_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError("as the planner says")
+
+
 def main() -> None:
     """What each rank does: writes down its plans."""
     device_plan.seconds_of = lambda *_: SECONDS  # between GPUs; on one CPU it is so slow that nothing would live on the device
     rank, found = join_ranks(), []
     run = training(rank)
     sizes = repr(dataclasses.replace(run.engine.device_plan.model_sizes(), exchange_bytes=1e11))
+    run.engine.device_plan.foresee = out_of_memory  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError, match="as the planner says"):
+        run.step(token_batches(1, length=LENGTHS[rank][0])[0])
+    del run.engine.device_plan.foresee
     for length in LENGTHS[rank]:
         run.step(token_batches(1, length=length)[0])
         found.append(planned(run))
