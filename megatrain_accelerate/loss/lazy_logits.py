@@ -287,7 +287,7 @@ def find_head(model: Any, layers: Iterable[nn.Module]) -> nn.Linear | None:
     (an adapter's, a quantised one), or with a forward that somebody replaced, is left alone."""
     head = None
     with contextlib.suppress(AttributeError, NotImplementedError):
-        head = model.get_output_embeddings()
+        head = model.get_output_embeddings() if callable(model.get_output_embeddings) else None
     if type(head) is not nn.Linear or "forward" in head.__dict__:
         return None
     outside = set(model.modules()).difference(*(layer.modules() for layer in layers))
