@@ -392,7 +392,6 @@ class Engine:
 
     def _begin_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.runtime.end_forward()  # one that was interrupted
-        self.runtime.calls.real = None
         self.runtime.passes.order.end_pass()
         has_graph = torch.is_grad_enabled()
         for engine in all_engines():
@@ -406,7 +405,6 @@ class Engine:
 
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         self.runtime.end_forward()
-        self.runtime.calls.real = None
         self._is_in_forward &= engine_of(model) is not self
 
     def _refuse_replaced(self, model: nn.Module) -> None:

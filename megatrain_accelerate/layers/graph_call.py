@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -199,11 +198,9 @@ class GraphCall:
             return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget)
         at_work = self._expert_results.at_work(layer, replays=is_recompute) if layer.experts else contextlib.nullcontext()
         with at_work, layer.tiles.at_work(args, kwargs, self.real):
-            return (
-                run_with_mappings(layer.forward, args, kwargs)
-                if takes_mappings(args, kwargs)
-                else layer.forward(*args, **kwargs)
-            )
+            if takes_mappings(args, kwargs):
+                return run_with_mappings(layer.forward, args, kwargs)
+            return layer.forward(*args, **kwargs)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
@@ -415,8 +412,7 @@ class GraphCalls:
     def __post_init__(self) -> None:
         self.policy = ActivationPolicy()
         """Of the layers' activations; set by the plan."""
-        self.real: RealTokens | None = None
-        """Of the batch of the forward in progress; None where large parts compute all of it (:mod:`.padding`)."""
+        self._real: RealTokens | None = None
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         """A number that requires grad. It keeps nodes in the graph where no input of theirs requires grad: a frozen embedding
         below trained layers."""
@@ -427,6 +423,16 @@ class GraphCalls:
         self._whole: set[int] = set()
         """Indices of those whose graph does, and can't be kept: backward runs them again as a whole."""
         self._alive: weakref.WeakSet[GraphCall] = weakref.WeakSet()
+
+    @property
+    def real(self) -> RealTokens | None:
+        """Of the batch of the forward in progress; None where large parts compute all of it (:mod:`.padding`), as compiled
+        layers do."""
+        return None if self.compiled.is_chosen else self._real
+
+    @real.setter
+    def real(self, real: RealTokens | None) -> None:
+        self._real = real
 
     def saving(self, offloaded: Recording | None = None) -> saved_tensors_hooks:
         """The hooks under which a run saves what its backward needs; see :class:`SavedTensors`."""
@@ -473,9 +479,7 @@ class GraphCalls:
         calls = [GraphCall(self, layer, tape, position, piece, split.count, is_whole) for piece in range(split.count)]
         self._alive.update(calls)
         if self.real is not None:
-            ends = list(itertools.accumulate(split.sizes))
-            pieces = [self.real.of_samples(end - size, end) for size, end in zip(split.sizes, ends, strict=True)]
-            for call, real in zip(calls, pieces or [self.real], strict=True):
+            for call, real in zip(calls, self.real.of_pieces(split.sizes), strict=True):
                 call.real = real
         slot = self.prefetcher.acquire(layer, self.passes.after_forward(tape, position, True))
         try:

@@ -11,6 +11,7 @@ B samples, T tokens of the longest, N tokens that are computed: the real ones, a
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ _IGNORED = -100
 """The label of a token that transformers' losses leave out."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class RealTokens:
     """Which tokens of a batch are computed by the parts that leave padding out: the first ones of each sample."""
 
@@ -36,6 +37,8 @@ class RealTokens:
     """Tokens of each sample with its padding: T."""
     index: torch.Tensor
     """int64 (N,), on the device: their places among B x T."""
+    _pieces: dict[tuple[int, ...], list[RealTokens | None]] = dataclasses.field(default_factory=dict)
+    """By the samples of each piece: all layers cut a batch alike."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> RealTokens | None:
@@ -55,9 +58,15 @@ class RealTokens:
         """Of the batch that isn't padding."""
         return sum(self.lengths) / (len(self.lengths) * self.width)
 
-    def of_samples(self, begin: int, end: int) -> RealTokens | None:
-        """Those of some of the samples, for a piece of the batch."""
-        return self.of(self.lengths[begin:end], self.width, self.index.device)
+    def of_pieces(self, sizes: tuple[int, ...]) -> list[RealTokens | None]:
+        """Those of each piece of the batch, of so many samples; of the whole batch if there are no sizes."""
+        if not sizes:
+            return [self]
+        if sizes not in self._pieces:
+            lengths = iter(self.lengths)
+            cut = [list(itertools.islice(lengths, size)) for size in sizes]
+            self._pieces[sizes] = [self.of(piece, self.width, self.index.device) for piece in cut]
+        return self._pieces[sizes]
 
     def run(self, part: Callable[[list[torch.Tensor]], torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """``part`` of tensors of shape (B, T, ...), called with (1, N, ...); what it returns as (B, T, ...) again."""
@@ -112,13 +121,16 @@ def may_leave_padding_out(model: nn.Module, layers: Collection[str]) -> bool:
 def real_tokens(inputs: Mapping[str, Any]) -> RealTokens | None:
     """Those of a training forward that is called with ``inputs``, by name; None where all of the batch has to be computed.
 
-    The batch has a mask (B, T) that ends each sample, and labels (B, T) none of which asks for what follows the end. Waits for
-    the device, as transformers does when it looks whether a mask hides anything.
+    The batch has a mask (B, T) that ends each sample, labels (B, T) none of which asks for what follows the end, and nothing
+    of another shape, of which a plan can't tell how much is real. Waits for the device, as transformers does when it looks
+    whether a mask hides anything.
     """
     mask, labels = inputs.get("attention_mask"), inputs.get("labels")
     if not (isinstance(mask, torch.Tensor) and isinstance(labels, torch.Tensor)):
         return None
-    if mask.dim() != 2 or mask.shape != labels.shape or mask.device != labels.device or mask.shape[1] < 2:
+    if mask.dim() != 2 or mask.device != labels.device or mask.shape[1] < 2:
+        return None
+    if any(isinstance(value, torch.Tensor) and value.dim() and value.shape != mask.shape for value in inputs.values()):
         return None
     is_real, has_label = mask != 0, labels != _IGNORED
     is_right = (is_real[:, 1:] <= is_real[:, :-1]).all()

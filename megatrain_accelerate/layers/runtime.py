@@ -282,6 +282,7 @@ class StreamingRuntime:
 
     def end_forward(self) -> None:
         self._all_held = {}
+        self.calls.real = None
 
     @property
     def _nothing_streams(self) -> bool:

@@ -222,9 +222,15 @@ class _TiledCall:
         self.tensors, self._put_together = taken_apart((args, kwargs))
         self.tensor_count = len(self.tensors)
         self._rest = self._put_together([...] * self.tensor_count)
-        self.places = [(owner, name) for owner in part.modules() for name, p in owner._parameters.items() if p is not None]
+        self._part = part
         self.dim = self.length = 0
         """Tiles have ``length`` tokens of each sample along ``dim``, the last one may have fewer."""
+
+    @functools.cached_property
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """Where the part's parameters stand: owner and attribute."""
+        modules = self._part.modules()
+        return [(owner, name) for owner in modules for name, p in owner._parameters.items() if p is not None]
 
     def token_dim(self, shape: tuple[int, int]) -> int | None:
         """The dimension of tokens: 1 of (B, T, ...), 2 of (B, H, T, ...), 0 of (B * T, ...); None if tensors differ in

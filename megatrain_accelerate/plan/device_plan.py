@@ -203,7 +203,6 @@ class DevicePlan:
             return
         if self._compiles_after is not None and self._runtime.steps_taken > self._compiles_after:
             self._run_layers(compiled=True)
-            self._runtime.calls.real = None
         self._runtime.calls.policy = self.placement
         if self._is_displaced:
             self._place(self.placement)
@@ -259,8 +258,6 @@ class DevicePlan:
         made, compiled.pays, self._compiles_after, self._table, failure = ranks.broadcast(own, planner)
         if failure is not None:
             raise failure
-        if compiled.is_chosen:
-            self._runtime.calls.real = None
         if ranks.rank != planner:
             if own_way != (compiled.pays, self._compiles_after):  # what was measured is of layers that ran in another way
                 self._measured_steps.clear()
@@ -450,9 +447,9 @@ class DevicePlan:
             self._runtime.refresh_if_written()
             ways = self._ways(model, inputs)
             outline, _ = ways.best()
+            real = self._runtime.calls.real
             self._decide_on_compiling(outline)
-            if self._runtime.compiled.is_chosen and self._runtime.calls.real is not None:
-                self._runtime.calls.real = None  # compiled layers compute padding too
+            if self._runtime.calls.real is not real:  # compiled layers compute padding too
                 return self.foresee(model, inputs)
             found = self._in_proportion(inputs, outline)
             if found is None or not (found is outline or found.surely_fits or self.search_for(found).something_fits):

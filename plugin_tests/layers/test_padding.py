@@ -152,10 +152,22 @@ def with_label(row: int, token: int) -> dict[str, torch.Tensor]:
         {**batch(), "attention_mask": batch()["attention_mask"].flip(0)},
         {**batch(), "attention_mask": batch()["attention_mask"].index_fill(1, torch.tensor([1]), 0)},
         {**batch(), "labels": torch.zeros(5)},
+        {**batch(), "weights": torch.ones(5)},
         {key: value for key, value in batch().items() if key != "labels"},
         {key: value for key, value in batch().items() if key != "attention_mask"},
     ],
-    ids=["left", "label_of_padding", "last_label", "little", "another_mask", "a_hole", "classes", "no_labels", "no_mask"],
+    ids=[
+        "left",
+        "label_of_padding",
+        "last_label",
+        "little",
+        "another_mask",
+        "a_hole",
+        "classes",
+        "more_than_text",
+        "no_labels",
+        "no_mask",
+    ],
 )
 def test_all_of_a_batch_is_computed_where_its_padding_may_be_read(inputs: dict[str, torch.Tensor]) -> None:
     assert real_tokens(inputs) is None
@@ -195,8 +207,8 @@ def test_the_first_tokens_of_each_sample_are_real_and_padding_fills_up_a_multipl
     expected = [row * WIDTH + token for row, length in enumerate(LENGTHS) for token in range(length)]
     assert set(expected) < set(found.index.tolist())
     assert len(found.index) == 256
-    pieces = [found.of_samples(1, 3), found.of_samples(0, 1), found.of_samples(3, 5)]
-    assert [piece and len(piece.index) for piece in pieces] == [128, None, 64]
+    pieces = found.of_pieces((1, 2, 2))
+    assert [piece and len(piece.index) for piece in pieces] == [None, 128, 64]
 
 
 def test_padding_is_left_out_of_causal_models_of_text_alone() -> None:
