@@ -347,9 +347,9 @@ def host_speeds(has_gpu: bool) -> list[Finding]:
         return [host_finding(*speeds, kernels.threads, has_gpu)]
 
 
-def host_finding(step_parameters: float, probe_bytes: float, threads: int, has_gpu: bool) -> Finding:
-    share = STEP_BYTES * step_parameters / probe_bytes
-    step, dram = step_parameters / 1e9, probe_bytes / GB
+def host_finding(step_parameters: float, sum_bytes: float, threads: int, has_gpu: bool) -> Finding:
+    share = STEP_BYTES * step_parameters / sum_bytes
+    step, dram = step_parameters / 1e9, sum_bytes / GB
     values = {"host_step_g_parameters_per_second": step, "dram_gb_per_second": dram, "host_threads": threads}
     text = f"AdamW {step:.2f} G parameters/s, memory {dram:.0f} GB/s, with {threads} threads"
     if has_gpu and share < SLOW_STEP_SHARE:
