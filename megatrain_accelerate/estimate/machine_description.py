@@ -138,7 +138,7 @@ def describe_machine(options: Namespace, config: MegatrainConfig) -> MachineDesc
         ("--network", network_bytes, machines, "--machines"),
     ):
         if value is not None and count == 1:
-            raise ConfigError(f"{option} is between several, and {needs} is 1: raise {needs}, or leave {option} out")
+            raise ConfigError(f"{option} is a speed between several, and {needs} is 1: raise {needs}, or leave {option} out")
     is_this_one = options.gpu is None and options.dense_flops is None
     found = _this_machine(options, config) if is_this_one else _described(options, config)
     found.gpus, found.machines = gpus, machines

@@ -117,7 +117,7 @@ def test_gpus_are_known_by_the_names_that_torch_has_for_them(name: str, known: s
 
 def test_what_several_would_have_is_refused_for_one() -> None:
     for options in ({"peer_bytes": 1e11}, {"network_bytes": 1e10}):
-        with pytest.raises(ConfigError, match="is between several"):
+        with pytest.raises(ConfigError, match="is a speed between several"):
             described(1, **options)
 
 
