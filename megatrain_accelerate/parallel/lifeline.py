@@ -6,7 +6,6 @@ keep open as they do sockets. A rank that fails writes its cause where the other
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import os
@@ -44,14 +43,15 @@ class Lifeline:
         self._processes = ranks.gather(os.getpid())
         self._watched = {os.pidfd_open(pid): rank for rank, pid in enumerate(self._processes) if rank != ranks.rank}
         self._hook_before, sys.excepthook = sys.excepthook, self._report
-        atexit.register(self._leave)
-        Finalize(None, self._leave, exitpriority=0)  # of a process that multiprocessing has forked
+        Finalize(None, self._leave, args=(ranks,), exitpriority=0)  # at a process's end, of one that was forked, too
         threading.Thread(target=self._watch, name="megatrain-lifeline", daemon=True).start()
 
-    def _leave(self) -> None:
-        """At the end of the interpreter, of this process and not of a copy: whoever has raised has told so before."""
-        if os.getpid() == self._processes[self._rank]:
-            self._notices[self._rank].left_in_order = not self._notices[self._rank].cause
+    def _leave(self, ranks: Ranks) -> None:
+        """At the end of this process, and not of a copy: whoever has raised has told so before."""
+        self._notices[self._rank].left_in_order = not self._notices[self._rank].cause
+        if self._notices[self._rank].left_in_order:
+            _made.cache_clear()
+            ranks.leave()
 
     def _report(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """The interpreter's ``sys.excepthook``: an exception ends this rank."""
