@@ -41,7 +41,14 @@ GPUS = {
 HOST_GIB = (64, 128, 256, 512)
 SEQUENCES, TOKENS = 8, 4096
 """Of a step."""
-MEASURED = {("H100", 64): 23_378, ("H200", 64): 25_980, ("H200", 256): 5_698, ("H200", 512): 2_583}
+MEASURED = {
+    ("H100", 64): 23_378,
+    ("H100", 256): 4_580,
+    ("H200", 64): 25_980,
+    ("H200", 128): 12_154,
+    ("H200", 256): 5_698,
+    ("H200", 512): 2_583,
+}
 """Tokens a second of trainings in docs/benchmarks.md, on a model and a batch of these tables, with no more host memory."""
 
 
@@ -116,6 +123,12 @@ def speed(cell: Cell) -> str:
     return f"{cell.tokens_per_second:,.0f}ᵖ" if measured is None else f"{measured:,}ᵐ"
 
 
+def seconds(cell: Cell) -> float:
+    """Of a step, predicted or measured as its tokens a second are."""
+    measured = MEASURED.get((cell.gpu, cell.host_gib))
+    return cell.step_seconds if measured is None else cell.sequences * cell.tokens / measured
+
+
 def short_table(cells: list[Cell]) -> str:
     """GPUs by host memory. The model stands above its column, as host memory decides it."""
     models = {cell.host_gib: cell.model.upper() for cell in cells}
@@ -136,7 +149,7 @@ def long_table(cells: list[Cell]) -> str:
     for cell in cells:
         pieces = "" if cell.at_once is None else f", {cell.at_once} at once"
         lines.append(
-            f"| {GPUS[cell.gpu]} | {cell.host_gib} GiB | {cell.model.upper()} | {speed(cell)} | {cell.step_seconds:,.1f} | "
+            f"| {GPUS[cell.gpu]} | {cell.host_gib} GiB | {cell.model.upper()} | {speed(cell)} | {seconds(cell):,.1f} | "
             f"{cell.gpu_used_gib:.1f} | {cell.host_used_gib:.0f} | {cell.bound_by}{pieces} |"
         )
     return "\n".join(lines)
