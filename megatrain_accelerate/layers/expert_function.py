@@ -145,11 +145,11 @@ class Routing(NamedTuple):
         index_n1 = (self.experts_S[begin:end] - part.experts.first).unsqueeze(1)
         return Rows(pairs_n, torch.div(pairs_n, self.choices, rounding_mode="floor"), index_n1)
 
-    def pair_buffer(self, like: torch.Tensor, *width: int) -> torch.Tensor:
-        """Memory for one row of ``width`` a pair, or one number; zero where no part will write."""
+    def pair_buffer(self, like: torch.Tensor, width: int) -> torch.Tensor:
+        """Memory for one row of ``width`` a pair; zero where no part will write."""
         pairs = self.order_S.numel()
         all_have_an_expert = self.bounds[-1] - self.bounds[0] == pairs
-        return (like.new_empty if all_have_an_expert else like.new_zeros)((pairs, *width))
+        return (like.new_empty if all_have_an_expert else like.new_zeros)((pairs, width))
 
     def sum_of_choices(self, pairs_SD: torch.Tensor) -> torch.Tensor:
         """The sum over each token's choices, added in fp32 and rounded once: (T, D)."""
@@ -301,8 +301,8 @@ class _Call:
             gradients = offloader.begin(self.experts, parts=len(self.experts.parts), is_last=self._is_last)
         if gradients is None and not any(needs):
             return None, None  # all were frozen since the model was prepared
-        hidden_SD = routing.pair_buffer(inputs[0], inputs[0].shape[1]) if needs[0] else None
-        weights_S = routing.pair_buffer(inputs[1]) if needs[1] else None
+        kinds = zip(inputs, (inputs[0].shape[1], 1), needs, strict=True)
+        of_pairs = [routing.pair_buffer(like, width) for like, width, need in kinds if need]
         for part in tiles(self.experts.parts[::-1]):
             rows = routing.rows(part)
             if rows is None:
@@ -310,17 +310,13 @@ class _Call:
                     gradients.take(part, None)
                 continue
             of_inputs, of_weights = self._differentiate_part(part, rows, inputs, gradient_TD, needs)
-            if hidden_SD is not None:
-                hidden_SD[rows.pairs_n] = of_inputs[0]
-            if weights_S is not None:
-                weights_S[rows.pairs_n] = of_inputs[-1].squeeze(1)
+            for place, buffer in enumerate(of_pairs):
+                buffer[rows.pairs_n] = of_inputs[place]
             if gradients is not None:
                 gradients.take(part, of_weights)
             del of_inputs, of_weights  # before the next part makes its own
-        return (
-            None if hidden_SD is None else routing.sum_of_choices(hidden_SD),
-            None if weights_S is None else weights_S.view(inputs[1].shape),
-        )
+        of_hidden_TD = routing.sum_of_choices(of_pairs[0]) if needs[0] else None
+        return of_hidden_TD, of_pairs[-1].view(inputs[1].shape) if needs[1] else None
 
     def _differentiate_part(
         self, part: ExpertPart, rows: Rows, inputs: _Inputs, gradient_TD: torch.Tensor, needs: Sequence[bool]

@@ -92,7 +92,7 @@ class TokenTiles:
         self.tile_tokens = 0
         """Tokens of a tile, those of all samples together; 0 for none. Set by the plan between steps."""
         self._parts = {part: name for name, part in parts}
-        self._large = [part for part in self._parts if _matrix_elements(part) >= LARGE_PART]
+        self._large = [part for part in self._parts if sum(p.numel() for p in part.parameters() if p.dim() == 2) >= LARGE_PART]
         self._leaves_padding_out: dict[Hashable, bool] = {}
         """By part, and what may change of it or its call from one step to the next."""
         self.found: dict[str, str | None] = {}
@@ -202,10 +202,6 @@ class TokenTiles:
             reason = verdicts[kind]
         self.found[self._parts[part]] = reason
         return reason
-
-
-def _matrix_elements(part: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in part.parameters() if parameter.dim() == 2)
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
