@@ -56,12 +56,8 @@ _ARGUMENTS_OF: dict[str, Callable[[Any], Any]] = {
 
 
 def ensure_ready() -> None:
-    """Raises the :class:`PatchError` of a patch that couldn't be applied."""
-    if _failures:
-        failure, *others = _failures.values()
-        for other in others:
-            if hasattr(failure, "add_note"):
-                failure.add_note(str(other))
+    """Raises the :class:`PatchError` of the first patch that couldn't be applied."""
+    for failure in _failures.values():
         raise failure
 
 
@@ -173,11 +169,10 @@ def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -
     for cls in _subclasses(owner):
         if name in vars(cls):
             wrap(cls, name, replacement)
-    inherited = vars(owner).get("__init_subclass__")
+    inherited = inspect.getattr_static(owner, "__init_subclass__")
 
     def init_subclass(cls: type, **kwargs: Any) -> None:
-        parents = super(owner, cls).__init_subclass__ if inherited is None else inherited.__get__(None, cls)
-        parents(**kwargs)
+        inherited.__get__(None, cls)(**kwargs)
         if name in vars(cls):
             wrap(cls, name, replacement)
 
