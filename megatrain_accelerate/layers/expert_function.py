@@ -251,11 +251,10 @@ class _Call:
         """A part's weights for the kernels of the body; those of the next parts are on their way."""
         if self._shown is not None:
             return contextlib.nullcontext([part.experts.of(shown) for shown in self._shown])
-        if not self._streams_parts:
-            # On trial all have the weights of the first, the largest: no copy is waited for.
-            return self._streams.fetched(self.experts.parts[0], (), part)
+        # On trial all have the weights of the first, the largest: no copy is waited for.
+        source = part if self._streams_parts else self.experts.parts[0]
         upcoming = self._streams.upcoming(self._places[part.place], in_backward, backward_follows) if self._places else ()
-        return self._streams.fetched(part, upcoming, part)
+        return self._streams.fetched(source, upcoming, part)
 
     def _compute(self, inputs: _Inputs, routing: Routing, needs: Sequence[bool] | None) -> torch.Tensor:
         made_SD: torch.Tensor | None = None
