@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -38,30 +39,25 @@ _FULLEST_PART = 1.25
 """What one part is supposed to get of its even share of the pairs, where there are no data: routers are never quite even."""
 
 
+@dataclasses.dataclass(eq=False)
 class ExpertStreams:
-    """All experts of a model that stream in parts.
+    """All experts of a model that stream in parts."""
 
-    Args:
-        experts: in the order of the forward; maybe none.
-        slots: weight slots for their parts.
-        offloader: the way of their gradients.
-        anchor: a number that requires grad, for calls none of whose inputs does.
-        runs_dry: whether layers run on trial, for a plan or a probe.
-        layers: in which order the layers are called.
-    """
+    experts: dataclasses.InitVar[Sequence[StreamedExperts]]
+    """In the order of the forward; maybe none."""
+    slots: int
+    """Weight slots for their parts."""
+    offloader: GradientOffloader
+    anchor: torch.Tensor
+    """A number that requires grad, for calls none of whose inputs does."""
+    runs_dry: Callable[[], bool]
+    """Whether layers run on trial, for a plan or a probe."""
+    layers: dataclasses.InitVar[CallOrder]
+    """In which order the layers are called."""
 
-    def __init__(
-        self,
-        experts: Sequence[StreamedExperts],
-        slots: int,
-        offloader: GradientOffloader,
-        anchor: torch.Tensor,
-        runs_dry: Callable[[], bool],
-        layers: CallOrder,
-    ) -> None:
-        self.anchor, self.runs_dry, self.offloader, self._slots = anchor, runs_dry, offloader, slots
+    def __post_init__(self, experts: Sequence[StreamedExperts], layers: CallOrder) -> None:
         parts = [part for whole in experts for part in whole.parts]
-        self.prefetcher = Prefetcher(parts, slots, offloader.streams, offloader.meter)
+        self.prefetcher = Prefetcher(parts, self.slots, self.offloader.streams, self.offloader.meter)
         self.order = CallOrder(len(parts), leader=layers)
 
     @contextlib.contextmanager
@@ -76,8 +72,8 @@ class ExpertStreams:
     def upcoming(self, place: tuple[Tape, int], in_backward: bool, backward_follows: bool) -> Sequence[int]:
         """The parts that are expected after that of the call at ``place``."""
         if in_backward:
-            return self.order.after_backward(*place, self._slots, not self.offloader.gradients_complete())
-        return self.order.after_forward(*place, self._slots, backward_follows)
+            return self.order.after_backward(*place, self.slots, not self.offloader.gradients_complete())
+        return self.order.after_forward(*place, self.slots, backward_follows)
 
 
 def shown_instead(experts: StreamedExperts) -> list[torch.Tensor] | None:
