@@ -133,36 +133,26 @@ def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
 
 
 def _rotate(trainer: Any, run_dir: Path) -> None:
-    """Deletes old checkpoints by the Trainer's own rule; a kill leaves each of them whole or gone.
-
-    Inside the original call they weren't where the Trainer looked. The rule deletes empty stand-ins
-    that have the checkpoints' names and times.
-    """
-    limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
+    """Deletes old checkpoints by the Trainer's own rule, which didn't see them inside the original call; a kill leaves each of
+    them whole or gone."""
+    limit, best, delete = trainer.args.save_total_limit, trainer.state.best_model_checkpoint, shutil.rmtree
     if not limit or limit <= 0:
         return
     with checkpoint_staging(run_dir) as staging:
-        checkpoints = [path for path in run_dir.glob("checkpoint-*") if path.is_dir()]
-        for path in checkpoints:
-            stand_in = staging / path.name
-            stand_in.mkdir()
-            times = path.stat()
-            os.utime(stand_in, ns=(times.st_atime_ns, times.st_mtime_ns))
-        best_stand_in = str(staging / Path(best).name) if best and Path(best).parent == run_dir else best
-        try:
-            from transformers.trainer_utils import rotate_checkpoints
-        except ImportError:  # transformers 4, which logs what it deletes
-            trainer.state.best_model_checkpoint = best_stand_in
-            with _logged_without(staging.name):
-                trainer._rotate_checkpoints(use_mtime=True, output_dir=str(staging))
-            trainer.state.best_model_checkpoint = best
-        else:
-            rotate_checkpoints(
-                output_dir=str(staging), save_total_limit=limit, best_model_checkpoint=best_stand_in, use_mtime=True
-            )
-        for path in checkpoints:
-            if not (staging / path.name).exists():
-                os.rename(path, staging / f"{path.name}.deleted")
+
+        def move_aside(path: Any, *args: Any, **kwargs: Any) -> None:
+            if Path(path).parent == run_dir:
+                os.rename(path, staging / f"{Path(path).name}.deleted")
+            else:  # another thread's
+                delete(path, *args, **kwargs)
+
+        with replaced(shutil, "rmtree", move_aside):
+            try:
+                from transformers.trainer_utils import rotate_checkpoints
+            except ImportError:  # transformers 4
+                trainer._rotate_checkpoints(use_mtime=True, output_dir=str(run_dir))
+            else:
+                rotate_checkpoints(str(run_dir), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
 
 
 def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:

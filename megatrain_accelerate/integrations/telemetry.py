@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from megatrain_accelerate.engine import Engine
+from megatrain_accelerate.hooks import ModelHook, weakly
 from megatrain_accelerate.plan.layer_discovery import active_parameters
 from megatrain_accelerate.plan.placement import Placement
 from megatrain_accelerate.store.host_limits import process_bytes
@@ -68,33 +69,6 @@ def wait_ms_by_cause(counters: Counters) -> dict[str, float]:
     return {cause.value: getattr(counters, f"{cause.value}_wait_ms") for cause in Cause}
 
 
-class TokenCounter:
-    """Counts the tokens of training forwards on the device, without padding and without waiting, where the model is called
-    with a 2-D ``attention_mask``, ``input_ids`` or ``inputs_embeds``, by keyword or in a mapping that is its first
-    argument."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._count_so_far: torch.Tensor | int = 0
-        self.handle = model.register_forward_pre_hook(self._count, with_kwargs=True)
-
-    def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not (module.training and torch.is_grad_enabled()):
-            return
-        inputs = {**args[0], **kwargs} if args and isinstance(args[0], Mapping) else kwargs
-        mask, ids, embeddings = (inputs.get(name) for name in ("attention_mask", "input_ids", "inputs_embeds"))
-        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-            self._count_so_far = self._count_so_far + mask.sum()
-        elif isinstance(ids, torch.Tensor):
-            self._count_so_far = self._count_so_far + ids.numel()
-        elif isinstance(embeddings, torch.Tensor):
-            self._count_so_far = self._count_so_far + embeddings.shape[0] * embeddings.shape[1]
-
-    def take(self) -> int:
-        """Tokens since the last call. Waits for the device."""
-        count, self._count_so_far = self._count_so_far, 0
-        return int(count)
-
-
 def bound_shares(wait_ms: dict[str, float], step_ms: float) -> dict[str, float]:
     """Shares of a step in which the GPU worked (``compute``) and in which it stood still for each other resource.
 
@@ -126,7 +100,9 @@ class Telemetry:
         self.engine = engine
         """That of the model by now: a later one goes on counting where the one before it ended."""
         self._active_parameters = active_parameters(model, getattr(model, "config", None))
-        self._tokens = TokenCounter(model)
+        self._tokens: torch.Tensor | int = 0
+        hook = ModelHook(weakly(self._count_tokens), with_arguments=True)
+        self._handle = model.register_forward_pre_hook(hook, with_kwargs=True)
         self._before = dataclasses.replace(engine.runtime.meter.counters)
         self._seconds = 0.0
         self._steps = 0
@@ -137,6 +113,21 @@ class Telemetry:
         self.shares: dict[str, float] = {}
         """:func:`bound_shares` of the steps of the last entries; empty before."""
         self.is_within_step = False
+
+    def _count_tokens(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Counts the tokens of a training forward on the device, without padding and without waiting, where the model is
+        called with a 2-D ``attention_mask``, ``input_ids`` or ``inputs_embeds``, by keyword or in a mapping that is its first
+        argument."""
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        inputs = {**args[0], **kwargs} if args and isinstance(args[0], Mapping) else kwargs
+        mask, ids, embeddings = (inputs.get(name) for name in ("attention_mask", "input_ids", "inputs_embeds"))
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            self._tokens = self._tokens + mask.sum()
+        elif isinstance(ids, torch.Tensor):
+            self._tokens = self._tokens + ids.numel()
+        elif isinstance(embeddings, torch.Tensor):
+            self._tokens = self._tokens + embeddings.shape[0] * embeddings.shape[1]
 
     @property
     def bound_by(self) -> str | None:
@@ -169,7 +160,7 @@ class Telemetry:
         since, self._before = difference(now, self._before), now
         steps, self._steps = self._steps, 0
         seconds, self._seconds = self._seconds, 0.0
-        tokens = self._tokens.take()
+        tokens, self._tokens = int(self._tokens), 0  # waits for the device
         values = {
             "h2d_gb": since.h2d_bytes / GB / steps,
             "d2h_gb": since.d2h_bytes / GB / steps,
@@ -211,7 +202,7 @@ class Telemetry:
         return self._last_entries
 
     def close(self) -> None:
-        self._tokens.handle.remove()
+        self._handle.remove()
 
 
 def on_log(

@@ -97,8 +97,4 @@ def _refuse_unsupported(arguments: Any) -> None:
 
 def to_dict(original: Callable[..., dict[str, Any]], arguments: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Leaves the two fields out where they aren't used."""
-    result = original(arguments, *args, **kwargs)
-    if not result.get("megatrain") and result.get("megatrain_config") is None:
-        result.pop("megatrain", None)
-        result.pop("megatrain_config", None)
-    return result
+    return {name: value for name, value in original(arguments, *args, **kwargs).items() if value or name not in FIELDS}

@@ -56,12 +56,8 @@ _ARGUMENTS_OF: dict[str, Callable[[Any], Any]] = {
 
 
 def ensure_ready() -> None:
-    """Raises the :class:`PatchError` of a patch that couldn't be applied."""
-    if _failures:
-        failure, *others = _failures.values()
-        for other in others:
-            if hasattr(failure, "add_note"):
-                failure.add_note(str(other))
+    """Raises the :class:`PatchError` of the first patch that couldn't be applied."""
+    for failure in _failures.values():
         raise failure
 
 
@@ -173,11 +169,10 @@ def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -
     for cls in _subclasses(owner):
         if name in vars(cls):
             wrap(cls, name, replacement)
-    inherited = vars(owner).get("__init_subclass__")
+    inherited = inspect.getattr_static(owner, "__init_subclass__")
 
     def init_subclass(cls: type, **kwargs: Any) -> None:
-        parents = super(owner, cls).__init_subclass__ if inherited is None else inherited.__get__(None, cls)
-        parents(**kwargs)
+        inherited.__get__(None, cls)(**kwargs)
         if name in vars(cls):
             wrap(cls, name, replacement)
 
@@ -194,23 +189,19 @@ def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
         return
     if taken := [name for name in additions if name in existing]:
         raise TypeError(f"{owner.__name__} has a field {', '.join(taken)} of its own")
+
+    def init(original: Callable[..., None], made: Any, *args: Any, **kwargs: Any) -> None:
+        for name in additions.keys() & kwargs.keys():
+            setattr(made, name, kwargs.pop(name))
+        original(made, *args, **kwargs)
+
+    # Only dataclass() itself makes complete Field objects.
+    donor: Any = dataclasses.make_dataclass("Donor", [(name, *entry) for name, entry in additions.items()], kw_only=True)
     for cls in (owner, *_subclasses(owner)):
-        if "__dataclass_fields__" not in vars(cls):
-            continue
-        taken_by_init = set(inspect.signature(cls.__init__, follow_wrapped=False).parameters)
-        fields = {field.name for field in dataclasses.fields(cls) if field.init}
-        is_generated = fields | {"self"} <= taken_by_init <= cls.__dataclass_fields__.keys() | {"self"}  # InitVars among these
-        if cls is owner and not is_generated:
-            raise TypeError(f"{owner.__name__}.__init__ isn't the one that dataclass() made")
-        # Only dataclass() itself makes complete Field objects, and an __init__ with them.
-        donor: Any = dataclasses.make_dataclass(
-            cls.__name__, [(name, *entry) for name, entry in additions.items()], bases=(cls,), kw_only=True
-        )
-        for name in additions:
-            cls.__dataclass_fields__.setdefault(name, donor.__dataclass_fields__[name])
-        if is_generated:  # else it hands what it doesn't know to that of its parent
-            cls.__init__ = donor.__init__
-            setattr(cls.__init__, _MARK, True)
+        if "__dataclass_fields__" in vars(cls):
+            cls.__dataclass_fields__.update(donor.__dataclass_fields__)
+        if "__init__" in vars(cls):
+            wrap(cls, "__init__", init, always=True)
     for name, (kind, field) in additions.items():
         # HfArgumentParser reads the types by get_type_hints(), others the defaults from the class.
         owner.__annotations__[name] = kind

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -25,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.offload import GradientOffloader
-from megatrain_accelerate.layers.ambient_state import autocast_again, parameters_as
+from megatrain_accelerate.layers.ambient_state import Again, autocast_again, parameters_as
 from megatrain_accelerate.layers.compiled_layer import without_autocast_cache, without_saving
 from megatrain_accelerate.layers.layer import ExpertPart, StreamedExperts, StreamedLayer
 from megatrain_accelerate.layers.nested_tensors import tensors_in
@@ -38,30 +39,25 @@ _FULLEST_PART = 1.25
 """What one part is supposed to get of its even share of the pairs, where there are no data: routers are never quite even."""
 
 
+@dataclasses.dataclass(eq=False)
 class ExpertStreams:
-    """All experts of a model that stream in parts.
+    """All experts of a model that stream in parts."""
 
-    Args:
-        experts: in the order of the forward; maybe none.
-        slots: weight slots for their parts.
-        offloader: the way of their gradients.
-        anchor: a number that requires grad, for calls none of whose inputs does.
-        runs_dry: whether layers run on trial, for a plan or a probe.
-        layers: in which order the layers are called.
-    """
+    experts: dataclasses.InitVar[Sequence[StreamedExperts]]
+    """In the order of the forward; maybe none."""
+    slots: int
+    """Weight slots for their parts."""
+    offloader: GradientOffloader
+    anchor: torch.Tensor
+    """A number that requires grad, for calls none of whose inputs does."""
+    runs_dry: Callable[[], bool]
+    """Whether layers run on trial, for a plan or a probe."""
+    layers: dataclasses.InitVar[CallOrder]
+    """In which order the layers are called."""
 
-    def __init__(
-        self,
-        experts: Sequence[StreamedExperts],
-        slots: int,
-        offloader: GradientOffloader,
-        anchor: torch.Tensor,
-        runs_dry: Callable[[], bool],
-        layers: CallOrder,
-    ) -> None:
-        self.anchor, self.runs_dry, self.offloader, self._slots = anchor, runs_dry, offloader, slots
+    def __post_init__(self, experts: Sequence[StreamedExperts], layers: CallOrder) -> None:
         parts = [part for whole in experts for part in whole.parts]
-        self.prefetcher = Prefetcher(parts, slots, offloader.streams, offloader.meter)
+        self.prefetcher = Prefetcher(parts, self.slots, self.offloader.streams, self.offloader.meter)
         self.order = CallOrder(len(parts), leader=layers)
 
     @contextlib.contextmanager
@@ -76,8 +72,8 @@ class ExpertStreams:
     def upcoming(self, place: tuple[Tape, int], in_backward: bool, backward_follows: bool) -> Sequence[int]:
         """The parts that are expected after that of the call at ``place``."""
         if in_backward:
-            return self.order.after_backward(*place, self._slots, not self.offloader.gradients_complete())
-        return self.order.after_forward(*place, self._slots, backward_follows)
+            return self.order.after_backward(*place, self.slots, not self.offloader.gradients_complete())
+        return self.order.after_forward(*place, self.slots, backward_follows)
 
 
 def shown_instead(experts: StreamedExperts) -> list[torch.Tensor] | None:
@@ -145,11 +141,11 @@ class Routing(NamedTuple):
         index_n1 = (self.experts_S[begin:end] - part.experts.first).unsqueeze(1)
         return Rows(pairs_n, torch.div(pairs_n, self.choices, rounding_mode="floor"), index_n1)
 
-    def pair_buffer(self, like: torch.Tensor, *width: int) -> torch.Tensor:
-        """Memory for one row of ``width`` a pair, or one number; zero where no part will write."""
+    def pair_buffer(self, like: torch.Tensor, width: int) -> torch.Tensor:
+        """Memory for one row of ``width`` a pair; zero where no part will write."""
         pairs = self.order_S.numel()
         all_have_an_expert = self.bounds[-1] - self.bounds[0] == pairs
-        return (like.new_empty if all_have_an_expert else like.new_zeros)((pairs, *width))
+        return (like.new_empty if all_have_an_expert else like.new_zeros)((pairs, width))
 
     def sum_of_choices(self, pairs_SD: torch.Tensor) -> torch.Tensor:
         """The sum over each token's choices, added in fp32 and rounded once: (T, D)."""
@@ -160,35 +156,24 @@ _Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Hidden states (T, D) and the weights of the choices (T, K)."""
 
 
-class _Result(NamedTuple):
-    """What a call of experts gave, and what its backward has to know of it."""
-
-    output_TD: torch.Tensor | None
-    """None, as the routing is, where it isn't kept."""
-    routing: Routing | None
-    places: list[tuple[Tape, int]]
-    """Where on the tape of a forward each part was called, in order."""
-    version: int | None
-
-
 class ExpertResults:
-    """The experts' results in one run of a layer, which it ``keeps`` for a recompute.
+    """The calls of experts in one run of a layer, and what each of them gave, if the run ``keeps`` that for a recompute.
 
     Owner: the graph, by way of the layer's checkpoint, from forward to the first backward. Reader: the recompute.
     ``is_last`` tells whether the backward of this run comes last among those of the layer's call.
     """
 
     def __init__(self, keeps: bool = True, is_last: bool = True) -> None:
-        self.keeps, self.is_last, self.replays = keeps, is_last, False
-        self._results = collections.defaultdict[StreamedExperts, list[_Result]](list)
-        """Of each call in forward."""
-        self._calls = collections.Counter[StreamedExperts]()
+        self._keeps, self._is_last = keeps, is_last
+        self._calls = collections.defaultdict[StreamedExperts, list[_Call]](list)
+        """Those of forward, in order."""
+        self._to_come: dict[StreamedExperts, Iterator[_Call]] = {}
+        """While the layer runs again, those of forward that haven't come again."""
 
     @contextlib.contextmanager
     def at_work(self, layer: StreamedLayer, replays: bool) -> Iterator[None]:
         """The layer runs in the body: for the first time, or, with ``replays``, again."""
-        self.replays = replays
-        self._calls.clear()
+        self._to_come = {experts: iter(self._calls[experts]) for experts in layer.experts if replays}
         _at_work.update(dict.fromkeys(layer.experts, self))
         try:
             yield
@@ -198,32 +183,21 @@ class ExpertResults:
 
     @property
     def size_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in tensors_in(list(self._results.values())))
+        return sum(tensor.nbytes for tensor in tensors_in([call.kept for calls in self._calls.values() for call in calls]))
 
-    def note(self, call: _Call, output_TD: torch.Tensor) -> None:
-        """That call, the next one in forward, gave this; whoever gets the original may write to it."""
-        output, routing = (output_TD.clone(), call.routing) if self.keeps else (None, None)
-        self._results[call.experts].append(_Result(output, routing, call.places, call.version))
-
-    def begin(self, experts: StreamedExperts) -> tuple[int, _Result | None]:
-        """A call of these experts begins: its number in this run, and where that replays, the result of forward's.
-
-        Its output is for the first who asks. Raises a StateError if forward had no such call.
-        """
-        number = self._calls[experts]
-        self._calls[experts] += 1
-        if not self.replays:
-            return number, None
-        results = self._results[experts]
-        if number >= len(results):
+    def call(self, streams: ExpertStreams, experts: StreamedExperts) -> _Call:
+        """A call of these experts that begins, or begins again. Raises a StateError if forward had no such call."""
+        calls = self._calls[experts]
+        if experts not in self._to_come:
+            calls.append(_Call(streams, experts, self._keeps, self._is_last and not calls))
+            return calls[-1]
+        if (call := next(self._to_come[experts], None)) is None:
             raise StateError(
-                f"experts {experts.name} are called {number + 1} times or more when their layer is computed again, and were "
-                f"called {len(results)} times in its forward; make the layer call them alike in both, or set "
+                f"experts {experts.name} are called {len(calls) + 1} times or more when their layer is computed again, and "
+                f"were called {len(calls)} times in its forward; make the layer call them alike in both, or set "
                 "megatrain_config.expert_parts to 1"
             )
-        found = results[number]
-        results[number] = found._replace(output_TD=None, routing=None)
-        return number, found
+        return call
 
 
 _at_work: dict[StreamedExperts, ExpertResults] = {}
@@ -231,42 +205,40 @@ _at_work: dict[StreamedExperts, ExpertResults] = {}
 
 
 class _Call:
-    """One call of the experts. Raises what :meth:`ExpertResults.begin` and :func:`shown_instead` do.
+    """One call of the experts, computed in forward and maybe again in backward. Raises as :func:`shown_instead` does.
 
-    ``index_TK`` is the expert of each pair. ``results`` are those of the layer's run, if it has a graph.
+    ``keeps``: what it gives in forward waits for the first recompute. ``is_last``: of the calls of these experts in a
+    forward of the model, its backward comes last.
     """
 
-    def __init__(
-        self, streams: ExpertStreams, experts: StreamedExperts, index_TK: torch.Tensor, results: ExpertResults | None
-    ) -> None:
-        self.experts, self._streams, self._results = experts, streams, results
+    autocast: Again
+    """Forward's settings, for backward."""
+
+    def __init__(self, streams: ExpertStreams, experts: StreamedExperts, keeps: bool = False, is_last: bool = True) -> None:
+        self.experts, self._streams, self._keeps, self._is_last = experts, streams, keeps, is_last
         self._shown = shown_instead(experts)
         self._streams_parts = self._shown is None and not streams.runs_dry()
         """Whether the call is one of a step or an evaluation, and not a trial."""
-        number, self._found = (0, None) if results is None else results.begin(experts)
-        routing = None if self._found is None else self._found.routing
-        # Sorted once: it waits for the device.
-        self.routing = routing or Routing.of(experts, index_TK)
-        self.version: int | None = None
-        self.is_last = number == 0 and (results is None or results.is_last)
-        self.places: list[tuple[Tape, int]] = []
-        self.autocast = autocast_again(index_TK.device.type)  # forward's, for backward
+        self.kept: tuple[torch.Tensor, Routing] | None = None
+        """The output and the order of the pairs, which was sorted once: it waits for the device."""
+        self._version: int | None = None
+        """The unit's in forward; None before."""
+        self._places: list[tuple[Tape, int]] = []
+        """Where on the tape of a forward each part was called, in order."""
 
-    def forward(self, inputs: _Inputs, needs: Sequence[bool] | None) -> torch.Tensor:
-        """The output (T, D), computed or remembered; ``needs``: which inputs get a gradient."""
-        found, self._found = self._found, None
-        if found is not None:
-            self.places, self.version = found.places, found.version
-            if found.output_TD is not None:
-                return found.output_TD
-        elif self._streams_parts:
-            self.places = [self._streams.order.record(part.index) for part in self.experts.parts]
-        output_TD = self._compute(inputs, needs)
-        if found is None:
-            # Not before: the first fetch takes over what somebody wrote.
-            self.version = self.experts.unit.version
-            if self._results is not None:
-                self._results.note(self, output_TD)
+    def forward(self, inputs: _Inputs, routing: Routing, needs: Sequence[bool] | None) -> torch.Tensor:
+        """The output (T, D), computed or kept; ``needs``: which inputs get a gradient."""
+        if self.kept is not None:
+            (output_TD, _), self.kept = self.kept, None
+            return output_TD
+        if self._version is not None:
+            return self._compute(inputs, routing, needs)
+        if self._streams_parts:
+            self._places = [self._streams.order.record(part.index) for part in self.experts.parts]
+        output_TD = self._compute(inputs, routing, needs)
+        self._version = self.experts.unit.version  # not before: the first fetch takes over what somebody wrote
+        if self._keeps:
+            self.kept = output_TD.clone(), routing  # whoever gets the original may write to it
         return output_TD
 
     def _weights(
@@ -275,25 +247,24 @@ class _Call:
         """A part's weights for the kernels of the body; those of the next parts are on their way."""
         if self._shown is not None:
             return contextlib.nullcontext([part.experts.of(shown) for shown in self._shown])
-        if not self._streams_parts:
-            # On trial all have the weights of the first, the largest: no copy is waited for.
-            return self._streams.fetched(self.experts.parts[0], (), part)
-        upcoming = self._streams.upcoming(self.places[part.place], in_backward, backward_follows) if self.places else ()
-        return self._streams.fetched(part, upcoming, part)
+        # On trial all have the weights of the first, the largest: no copy is waited for.
+        source = part if self._streams_parts else self.experts.parts[0]
+        upcoming = self._streams.upcoming(self._places[part.place], in_backward, backward_follows) if self._places else ()
+        return self._streams.fetched(source, upcoming, part)
 
-    def _compute(self, inputs: _Inputs, needs: Sequence[bool] | None) -> torch.Tensor:
+    def _compute(self, inputs: _Inputs, routing: Routing, needs: Sequence[bool] | None) -> torch.Tensor:
         made_SD: torch.Tensor | None = None
         for part in tiles(self.experts.parts):
-            rows = self.routing.rows(part)
+            rows = routing.rows(part)
             if rows is None:
                 continue
             made_nD = self._compute_part(part, rows, inputs, needs)
             if made_SD is None:
-                made_SD = self.routing.pair_buffer(made_nD, made_nD.shape[1])
+                made_SD = routing.pair_buffer(made_nD, made_nD.shape[1])
             made_SD[rows.pairs_n] = made_nD
         if made_SD is None:
             return torch.zeros_like(inputs[0])
-        return self.routing.sum_of_choices(made_SD).to(inputs[0].dtype)
+        return routing.sum_of_choices(made_SD).to(inputs[0].dtype)
 
     def _compute_part(self, part: ExpertPart, rows: Rows, inputs: _Inputs, needs: Sequence[bool] | None) -> torch.Tensor:
         rows_nD, weights_n1 = rows.of(*inputs)
@@ -320,13 +291,13 @@ class _Call:
         """Gradients of both inputs; those of the parts leave. A StateError if weights were changed."""
         gradients = None
         if self._streams_parts:
-            self.experts.require_version(self.version)
+            self.experts.require_version(self._version)
             offloader = self._streams.offloader
-            gradients = offloader.begin(self.experts, parts=len(self.experts.parts), is_last=self.is_last)
+            gradients = offloader.begin(self.experts, parts=len(self.experts.parts), is_last=self._is_last)
         if gradients is None and not any(needs):
             return None, None  # all were frozen since the model was prepared
-        hidden_SD = routing.pair_buffer(inputs[0], inputs[0].shape[1]) if needs[0] else None
-        weights_S = routing.pair_buffer(inputs[1]) if needs[1] else None
+        kinds = zip(inputs, (inputs[0].shape[1], 1), needs, strict=True)
+        of_pairs = [routing.pair_buffer(like, width) for like, width, need in kinds if need]
         for part in tiles(self.experts.parts[::-1]):
             rows = routing.rows(part)
             if rows is None:
@@ -334,17 +305,13 @@ class _Call:
                     gradients.take(part, None)
                 continue
             of_inputs, of_weights = self._differentiate_part(part, rows, inputs, gradient_TD, needs)
-            if hidden_SD is not None:
-                hidden_SD[rows.pairs_n] = of_inputs[0]
-            if weights_S is not None:
-                weights_S[rows.pairs_n] = of_inputs[-1].squeeze(1)
+            for place, buffer in enumerate(of_pairs):
+                buffer[rows.pairs_n] = of_inputs[place]
             if gradients is not None:
                 gradients.take(part, of_weights)
             del of_inputs, of_weights  # before the next part makes its own
-        return (
-            None if hidden_SD is None else routing.sum_of_choices(hidden_SD),
-            None if weights_S is None else weights_S.view(inputs[1].shape),
-        )
+        of_hidden_TD = routing.sum_of_choices(of_pairs[0]) if needs[0] else None
+        return of_hidden_TD, of_pairs[-1].view(inputs[1].shape) if needs[1] else None
 
     def _differentiate_part(
         self, part: ExpertPart, rows: Rows, inputs: _Inputs, gradient_TD: torch.Tensor, needs: Sequence[bool]
@@ -368,14 +335,13 @@ class _ExpertsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, anchor: torch.Tensor, hidden_TD: torch.Tensor, weights_TK: torch.Tensor
+        ctx: Any, call: _Call, routing: Routing, anchor: torch.Tensor, hidden_TD: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        output_TD = call.forward((hidden_TD, weights_TK), ctx.needs_input_grad[2:])
-        routing = call.routing
-        del call.routing  # autograd holds it from now on: what isn't kept of a layer is to go
+        # Autograd holds the pairs' order: what isn't kept of a layer is to go.
         ctx.save_for_backward(hidden_TD, weights_TK, routing.order_S, routing.experts_S)
         ctx.call, ctx.bounds = call, routing.bounds
-        return output_TD
+        call.autocast = autocast_again(hidden_TD.device.type)
+        return call.forward((hidden_TD, weights_TK), routing, ctx.needs_input_grad[3:])
 
     @staticmethod
     @once_differentiable
@@ -383,7 +349,8 @@ class _ExpertsFunction(torch.autograd.Function):
         hidden_TD, weights_TK, order_S, experts_S = ctx.saved_tensors
         tokens, choices = weights_TK.shape
         routing = Routing(tokens, choices, order_S, experts_S, ctx.bounds)
-        return (None, None, *ctx.call.backward((hidden_TD, weights_TK), routing, gradient_TD, ctx.needs_input_grad[2:]))
+        needs = ctx.needs_input_grad[3:]
+        return (None, None, None, *ctx.call.backward((hidden_TD, weights_TK), routing, gradient_TD, needs))
 
 
 def run_experts(streams: ExpertStreams, experts: StreamedExperts, _: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -400,12 +367,14 @@ def run_experts(streams: ExpertStreams, experts: StreamedExperts, _: nn.Module, 
             "megatrain_config.expert_parts to 1"
         )
     hidden_TD, index_TK, weights_TK = given
+    results = _at_work.get(experts)
+    call = _Call(streams, experts) if results is None else results.call(streams, experts)
     with torch.no_grad():
-        call = _Call(streams, experts, index_TK, _at_work.get(experts))
+        routing = Routing.of(experts, index_TK) if call.kept is None else call.kept[1]
     if not torch.is_grad_enabled():
-        return call.forward((hidden_TD, weights_TK), None)
+        return call.forward((hidden_TD, weights_TK), routing, None)
     anchor = streams.anchor if experts.has_trainable else streams.anchor.detach()
-    return _ExpertsFunction.apply(call, anchor, hidden_TD, weights_TK)
+    return _ExpertsFunction.apply(call, routing, anchor, hidden_TD, weights_TK)
 
 
 def run_part(

@@ -20,9 +20,6 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.nested_tensors import taken_apart, tensors_in
 
-_PER_TOKEN_NAMES = ("cache_position",)
-"""Arguments of one dimension that are the same for all samples, whatever their length."""
-
 
 class BatchCut:
     """How the layers of a model cut their calls into pieces. One object per engine."""
@@ -74,7 +71,7 @@ class BatchCut:
         batch, length = hidden.shape[:2]
         place = (layer.name, path)
         if tensor is not hidden:
-            if tensor.dim() == 0 or tensor.shape[0] == 1 or any(f"'{known}'" in path for known in _PER_TOKEN_NAMES):
+            if tensor.dim() == 0 or tensor.shape[0] == 1 or "'cache_position'" in path:
                 return False
             if tensor.dim() == 1 and tensor.shape[0] == length != batch:  # one number a token
                 self._cut_before[place] = False

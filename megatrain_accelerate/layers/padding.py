@@ -1,8 +1,8 @@
 """Padding: what a batch holds behind the ends of its shorter sequences. Large parts of the layers leave it out.
 
 In a causal model nothing behind a sequence's end reaches its tokens, and where no label asks for it the loss doesn't either:
-what is computed there is never read. An MLP or a large projection, which treat each token alone (:mod:`.token_wise`), then run
-on the real tokens, and give zeros for the others. Attention and norms run on all of them. Padding was left out of BERT's
+what is computed there is never read. An MLP or a large projection, which treat each token alone (:mod:`.token_tiles`), then
+run on the real tokens, and give zeros for the others. Attention and norms run on all of them. Padding was left out of BERT's
 training in the same way (Zeng et al., arXiv 2208.08124), there in all of the model, which has to know of it.
 
 B samples, T tokens of the longest, N tokens that are computed: the real ones, and some behind them for a multiple of 64.

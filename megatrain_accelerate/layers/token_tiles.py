@@ -2,7 +2,13 @@
 
 B samples, T tokens, D hidden. A part (an MLP, a norm) keeps its input alone; in backward each tile is computed again, with a
 graph, and its weights' gradients are summed in fp32. The idea is that of chunked feed-forward layers (Liu and Abbeel, arXiv
-2305.19370) and of DeepSpeed's tiled MLP (arXiv 2506.13996). Parts are found by :mod:`.token_wise`.
+2305.19370) and of DeepSpeed's tiled MLP (arXiv 2506.13996).
+
+Which parts treat every token alone is tried out on a few tokens, so that no model has to be known by name. A token that isn't
+a number spoils whatever is computed from it: sums, products and softmaxes pass NaN on whatever the weights are. If one spoilt
+token spoils no other, and some tokens alone give what they give among others, then a part may run on one part of a sequence
+after the other. Decisions (which expert, which tokens are dropped) pass no NaN on, and random numbers would be others: parts
+with either aren't taken.
 """
 
 from __future__ import annotations
@@ -16,13 +22,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatrain_accelerate.hooks import ModelHook, has_hooks_inside
-from megatrain_accelerate.layers.ambient_state import autocast_again, parameters_as
+from megatrain_accelerate.layers.ambient_state import autocast_again, parameters_as, random_numbers_put_back
 from megatrain_accelerate.layers.nested_tensors import taken_apart, tensors_in
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.proxy import is_proxy
-from megatrain_accelerate.layers.token_wise import MAKES_LITTLE, examine, kind_of
 
 AUTO_TILE_TOKENS = 8192
 """Tokens of a tile that the plan chooses: products of as many rows run at full speed, and the widest tensors of a layer of
@@ -36,6 +42,23 @@ verdicts: dict[Hashable, str | None] = {}
 
 _PLAIN = (bool, int, float, str, types.NoneType, types.EllipsisType)
 """Arguments that have no tokens; the last stands for a tensor."""
+
+_TOKENS = 8
+_SPOILT = (0, 3, 7)
+"""The first, an inner and the last one: what looks back, ahead or to all sides would pass one of them on."""
+_PART = (2, 3)
+"""First of the tokens that run alone, and their number."""
+_MIXING = ("convolution", "_pad", "roll", "shift", "_pool", "fft", "flip", "unfold", "im2col", "upsample", "cumsum", "cumprod")
+"""In operations' names: those that combine tokens at places that they are told."""
+_WEIGHT = 0.01
+"""In the place of every weight; which number it is doesn't matter for what depends on what."""
+_TOLERANCE = 0.02
+"""Between tokens alone and among others, relative to the largest: kernels for other sizes round otherwise, in bf16 by 0.4%."""
+_WORTH_TILING = 2.5
+"""What a part makes on its way, in sizes of its output, below which its tiles would save nothing: a product is 1, with a
+bias 2 at most."""
+_MAKES_LITTLE = "it makes little besides its output"
+"""Why a part that treats every token alone isn't to run by tiles."""
 
 _Tile = TypeVar("_Tile")
 _runs_few = False
@@ -92,7 +115,7 @@ class TokenTiles:
         self.tile_tokens = 0
         """Tokens of a tile, those of all samples together; 0 for none. Set by the plan between steps."""
         self._parts = {part: name for name, part in parts}
-        self._large = [part for part in self._parts if _matrix_elements(part) >= LARGE_PART]
+        self._large = [part for part in self._parts if sum(p.numel() for p in part.parameters() if p.dim() == 2) >= LARGE_PART]
         self._leaves_padding_out: dict[Hashable, bool] = {}
         """By part, and what may change of it or its call from one step to the next."""
         self.found: dict[str, str | None] = {}
@@ -162,14 +185,14 @@ class TokenTiles:
                     part.__dict__["forward"] = forward
 
     def _run_on(self, real: RealTokens, part: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        call = _TiledCall(part, forward, args, kwargs)
+        call = PartCall(part, forward, args, kwargs)
         if call.token_dim((len(real.lengths), real.width)) != 1:
             return forward(*args, **kwargs)
         # A rate of dropout may have been set since, and hooks come and go.
         rates = (getattr(child, "p", 0) for child in part.modules())
         key = (part, part.training, torch.is_autocast_enabled(), has_hooks_inside(part), *rates)
         if key not in self._leaves_padding_out:
-            self._leaves_padding_out[key] = self._reason_against(part, call, 1) in (None, MAKES_LITTLE)
+            self._leaves_padding_out[key] = self._reason_against(call, 1) in (None, _MAKES_LITTLE)
             if self._leaves_padding_out[key]:
                 inside = {*part.modules()} - {part}
                 self._large = [other for other in self._large if other not in inside]
@@ -181,31 +204,27 @@ class TokenTiles:
         shape = shape or tokens_of(args, kwargs)
         if shape is None or shape[0] * shape[1] <= self.tile_tokens:
             return forward(*args, **kwargs)
-        call = _TiledCall(part, forward, args, kwargs)
+        call = PartCall(part, forward, args, kwargs)
         dim = call.token_dim(shape)
-        if dim is None or self._reason_against(part, call, dim) is not None:
+        if dim is None or self._reason_against(call, dim) is not None:
             return forward(*args, **kwargs)
         call.dim, call.length = dim, max(1, self.tile_tokens // (shape[0] if dim else 1))
         return _TiledFunction.apply(call, *call.tensors, *(owner._parameters[name] for owner, name in call.places))
 
-    def _reason_against(self, part: nn.Module, call: _TiledCall, dim: int) -> str | None:
-        reason: str | None
+    def _reason_against(self, call: PartCall, dim: int) -> str | None:
+        part, reason = call.part, None
         if has_hooks_inside(part):  # who watches modules within it should see whole tensors, and each once
             reason = "hooks are registered inside it"
         elif any(is_proxy(child) for child in part.modules()):
             # A trial of theirs would be taken for a call of the layer's, whose result its recompute asks for.
             reason = "its experts stream in parts"
         else:
-            kind = kind_of(part, call.signature(dim))  # anew each time: a rate of dropout may have been set since
+            kind = call.kind(dim)  # anew each time: a rate of dropout may have been set since
             if kind not in verdicts:
-                verdicts[kind] = examine(part, call.run, call.tensors, dim)
+                verdicts[kind] = examine(call, dim)
             reason = verdicts[kind]
         self.found[self._parts[part]] = reason
         return reason
-
-
-def _matrix_elements(part: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in part.parameters() if parameter.dim() == 2)
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
@@ -214,7 +233,7 @@ def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] 
     return next(((t.shape[0], t.shape[1]) for t in tensors if t.is_floating_point() and t.dim() >= 3), None)
 
 
-class _TiledCall:
+class PartCall:
     """One call of a part: its arguments taken apart, to be put together again for each tile."""
 
     def __init__(self, part: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -222,14 +241,14 @@ class _TiledCall:
         self.tensors, self._put_together = taken_apart((args, kwargs))
         self.tensor_count = len(self.tensors)
         self._rest = self._put_together([...] * self.tensor_count)
-        self._part = part
+        self.part = part
         self.dim = self.length = 0
         """Tiles have ``length`` tokens of each sample along ``dim``, the last one may have fewer."""
 
     @functools.cached_property
     def places(self) -> list[tuple[nn.Module, str]]:
         """Where the part's parameters stand: owner and attribute."""
-        modules = self._part.modules()
+        modules = self.part.modules()
         return [(owner, name) for owner in modules for name, p in owner._parameters.items() if p is not None]
 
     def token_dim(self, shape: tuple[int, int]) -> int | None:
@@ -249,10 +268,20 @@ class _TiledCall:
             return 2
         return 0 if tensor.shape[0] == shape[0] * shape[1] else None
 
-    def signature(self, dim: int) -> Hashable:
-        """How the part is called, but for the number of tokens."""
+    def kind(self, dim: int) -> Hashable:
+        """What two calls must share to be judged once: the part's code, weights' shapes and plain attributes, and how it is
+        called, but for the number of tokens along ``dim``."""
+        parts = []
+        for child in self.part.modules():
+            plain = [
+                (name, value if isinstance(value, (bool, int, float, str)) else getattr(value, "__qualname__", ""))
+                for name, value in sorted(child.__dict__.items())
+                if isinstance(value, (bool, int, float, str)) or callable(value)
+            ]
+            shapes = [(name, tuple(p.shape), p.dtype) for name, p in child._parameters.items() if p is not None]
+            parts.append((type(child), tuple(plain), tuple(shapes), tuple(child._modules)))
         tensors = tuple(((*t.shape[1:dim], *t.shape[dim + 1 :]), t.dtype, t.device.type) for t in self.tensors)
-        return (dim, tensors, repr(self._rest), torch.is_autocast_enabled())
+        return (tuple(parts), dim, tensors, repr(self._rest), torch.is_autocast_enabled())
 
     def starts(self, like: torch.Tensor) -> Iterator[int]:
         """Where each tile of tensors as long as ``like`` begins."""
@@ -282,7 +311,7 @@ class _TiledFunction(torch.autograd.Function):
     """A part's call, tile by tile: forward without a graph, backward with one for each tile."""
 
     @staticmethod
-    def forward(ctx: Any, call: _TiledCall, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, call: PartCall, *tensors: torch.Tensor) -> torch.Tensor:
         inputs = tensors[: call.tensor_count]
         call.tensors = []  # held here they would live as long as the graph
         ctx.call, ctx.autocast = call, autocast_again(tensors[0].device.type)
@@ -301,7 +330,7 @@ class _TiledFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor | None) -> Any:
-        call: _TiledCall = ctx.call
+        call: PartCall = ctx.call
         if grad_output is None:
             return (None,) * len(ctx.needs_input_grad)
         count = call.tensor_count
@@ -326,3 +355,93 @@ class _TiledFunction(torch.autograd.Function):
                 gradient = None
         totals = iter(sums[row].to(leaf.dtype) if row in sums else None for row, leaf in enumerate(trained))
         return (None, *gradients, *(next(totals) if need else None for need in needs[count:]))
+
+
+def examine(call: PartCall, dim: int) -> str | None:
+    """Tries a part on a few made-up tokens along ``dim``; returns why it isn't to run by tiles, else None.
+
+    A constant replaces its weights, random generators stay as they are, and no mode sees it. Of the tensors of the ``call``
+    only shapes, dtypes and the device count.
+    """
+    if any(True for _ in call.part.buffers()):
+        return "it has buffers"
+    device = call.tensors[0].device
+    if device.type == "cuda" and not torch.cuda.is_available():
+        device = torch.device("cpu")
+    # A part that draws random numbers draws them here too: the forward that asks must find them again in its recompute.
+    with random_numbers_put_back(device), _disable_current_modes(), torch.no_grad():
+        try:
+            weights = [p for owner, name in call.places if (p := owner._parameters[name]) is not None]
+            constants = [torch.full((), _WEIGHT, dtype=p.dtype, device=device).expand(p.shape) for p in weights]
+            with parameters_as(call.places, constants):
+                return _examine(call.run, [_made_up(example, dim, device) for example in call.tensors], dim)
+        except Exception as error:  # it can't be run so, whatever its reason
+            return f"it can't be tried out ({type(error).__name__}: {str(error)[:80]})"
+
+
+def _examine(call: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor], dim: int) -> str | None:
+    versions = [tensor._version for tensor in inputs]
+    with _Watch() as watch:
+        whole = call(inputs)
+    if watch.decision is not None:
+        return watch.decision
+    if not isinstance(whole, torch.Tensor) or whole.dim() <= dim or whole.shape[: dim + 1] != inputs[0].shape[: dim + 1]:
+        return "it doesn't return one tensor of a row for each token"
+    if versions != [tensor._version for tensor in inputs]:
+        return "it writes to its inputs"
+    if not whole.is_floating_point() or not bool(whole.isfinite().all()):
+        return "it returns other than finite numbers for made-up tokens"
+    for token in _SPOILT:
+        spoilt = [tensor.clone() for tensor in inputs]
+        for tensor in spoilt:
+            tensor.select(dim, token).fill_(float("nan"))
+        others = [place for place in range(_TOKENS) if place != token]
+        found = call(spoilt).index_select(dim, torch.tensor(others, device=whole.device))
+        if bool(found.isnan().any()):
+            return "a token's output depends on other tokens"
+    alone = call([_part(tensor, dim) for tensor in inputs])
+    expected = _part(whole, dim)
+    if alone.shape != expected.shape:
+        return "it doesn't return one tensor of a row for each token"
+    if float((alone - expected).abs().max()) > _TOLERANCE * float(expected.abs().max()):
+        return "a token's output depends on its place"
+    if watch.made_bytes < _WORTH_TILING * whole.nbytes:
+        return _MAKES_LITTLE
+    return None
+
+
+class _Watch(TorchDispatchMode):
+    """Adds up what is made, and notes operations that decide by values or draw random numbers."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made_bytes = 0
+        self.decision: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = tensors_in((args, kwargs))
+        made = tensors_in(result)
+        known = {tensor.untyped_storage()._cdata for tensor in given}
+        self.made_bytes += sum(tensor.nbytes for tensor in made if tensor.untyped_storage()._cdata not in known)
+        # Whole numbers from others: which is largest, how many, where.
+        is_whole = [[not t.is_floating_point() and t.dtype != torch.bool for t in tensors] for tensors in (made, given)]
+        counts = any(is_whole[0]) and not all(is_whole[1])
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            self.decision = "it draws random numbers"
+        elif func is torch.ops.aten._local_scalar_dense.default or counts:
+            self.decision = "it decides by values"
+        elif any(word in str(func) for word in _MIXING):
+            self.decision = "it takes from neighbours"  # further away, maybe, than the tokens tried out reach
+        return result
+
+
+def _made_up(example: torch.Tensor, dim: int, device: torch.device) -> torch.Tensor:
+    shape = (*(() if dim == 0 else (1, *example.shape[1:dim])), _TOKENS, *example.shape[dim + 1 :])
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, example.dtype)
+
+
+def _part(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    return tensor.narrow(dim, *_PART).contiguous()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatrain_accelerate.layers.token_wise import examine, kind_of
+from megatrain_accelerate.layers.token_tiles import PartCall, examine
 
 D = 16
 
@@ -91,7 +91,7 @@ class Writing(Mlp):
 
 def reason_against(module: nn.Module, dtype: torch.dtype = torch.float32, dim: int = 1) -> str | None:
     example = torch.empty(2, 5, D, dtype=dtype) if dim else torch.empty(10, D, dtype=dtype)
-    return examine(module, lambda tensors: module(*tensors), [example], dim)
+    return examine(PartCall(module, module, (example,), {}), dim)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -151,16 +151,20 @@ def test_a_module_is_tried_out_within_a_run_without_data() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         example = mode.from_tensor(torch.empty(2, 5, D))
         module = Mlp()  # its weights have no data
-        found = examine(module, lambda tensors: module(*tensors), [example], 1)
+        found = examine(PartCall(module, module, (example,), {}), 1)
         attention = Attention(causal=True)
-        other = examine(attention, lambda tensors: attention(*tensors), [example], 1)
+        other = examine(PartCall(attention, attention, (example,), {}), 1)
     assert found is None
     assert other is not None
 
 
 def test_kinds_differ_by_what_modules_compute_and_not_by_their_weights() -> None:
-    assert kind_of(Mlp(), ()) == kind_of(Mlp(), ())
-    assert kind_of(Mlp(), ()) != kind_of(Mlp(), (1,))
-    assert kind_of(Mlp(), ()) != kind_of(Mlp(torch.bfloat16), ())
-    assert kind_of(Dropped(), ()) != kind_of(Dropped().eval(), ())
-    assert kind_of(Function(torch.sin), ()) != kind_of(Function(torch.cumsum), ())
+    def kind_of(module: nn.Module, tokens: int = 5, width: int = D) -> object:
+        return PartCall(module, module, (torch.empty(2, tokens, width),), {}).kind(1)
+
+    assert kind_of(Mlp()) == kind_of(Mlp())
+    assert kind_of(Mlp()) == kind_of(Mlp(), tokens=7)
+    assert kind_of(Mlp()) != kind_of(Mlp(), width=1)
+    assert kind_of(Mlp()) != kind_of(Mlp(torch.bfloat16))
+    assert kind_of(Dropped()) != kind_of(Dropped().eval())
+    assert kind_of(Function(torch.sin)) != kind_of(Function(torch.cumsum))
