@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatrain_accelerate.errors import ConfigError
@@ -16,26 +16,17 @@ from megatrain_accelerate.units import GIB
 _MINIMA = dict.fromkeys(("host_threads", "micro_batch_size", "expert_parts"), 1) | {"token_tile": 0}
 """Of whole numbers; None and ``auto`` are allowed where they are the default."""
 _PLACEMENT_MINIMA = dict.fromkeys(("kept_layers", "offloaded_layers", "kept_attention"), 0) | {"device_layers": -1, "slots": 2}
-_GONE = {
-    "keep_layers": "set placement.kept_layers",
-    "offload_layers": "set placement.offloaded_layers",
-    "keep_attention": "set placement.kept_attention",
-    "offload_inputs": "set placement.offloaded_inputs",
-    "device_layers": "set placement.device_layers",
-    "slots": "set placement.slots",
-    "gradient_slots": "two were always enough; remove the key",
-    "max_nonfinite_steps": "the fifth such step in a row stops a run; remove the key",
-    "pin_memory": "memory is page-locked wherever there is a GPU; remove the key",
-    "resident_layers": "it was predicted to gain less than 1% of a step; placement.device_layers keeps whole layers there",
-    "huge_pages": "the store asks for huge pages in any case; remove the key",
-}
-"""Settings of earlier versions, and what became of them."""
 CHOICES = {
     "step_schedule": ("auto", "deferred", "backward", "serial"),
     "accumulation_dtype": ("fp32", "bf16"),
     "moments_dtype": ("fp32", "bf16", "int8"),
     "host_gradients": ("kept", "passing"),
     "evaluation_weights": ("auto", "stream", "resident"),
+}
+_SWITCHES: dict[str, tuple[str | bool, ...]] = {
+    "compile_layers": ("auto", True, False),
+    "join_micro_batches": ("auto", True, False),
+    "tiled_loss": (True, False),
 }
 
 
@@ -65,6 +56,16 @@ def _require_whole_numbers(settings: MegatrainConfig | PlacementSettings, minima
             raise ConfigError(f"{section}.{name} must be a whole number{choices}, got {value!r}")
         if value < minimum:
             raise ConfigError(f"{section}.{name} must be at least {minimum}, got {value}")
+
+
+def _require_choices(
+    settings: MegatrainConfig | PlacementSettings, choices: Mapping[str, Sequence[str | bool | None]], section: str
+) -> None:
+    for name, known in choices.items():
+        value = getattr(settings, name)
+        if not any(type(value) is type(choice) and value == choice for choice in known):  # 1 isn't true
+            *first, last = ("left out" if choice is None else str(choice).lower() for choice in known)
+            raise ConfigError(f"{section}.{name} must be {', '.join(first)} or {last}; got {value!r}")
 
 
 def _require_mapping(settings: object, section: str) -> Mapping[str, Any]:
@@ -107,8 +108,7 @@ class PlacementSettings:
     def __post_init__(self) -> None:
         section = "megatrain_config.placement"
         _require_whole_numbers(self, _PLACEMENT_MINIMA, section)
-        if self.offloaded_inputs is not None and not isinstance(self.offloaded_inputs, bool):
-            raise ConfigError(f"{section}.offloaded_inputs must be true, false or left out; got {self.offloaded_inputs!r}")
+        _require_choices(self, {"offloaded_inputs": (True, False, None)}, section)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,15 +203,7 @@ class MegatrainConfig:
                 raise ConfigError(f"megatrain_config.{name} must be a number of GiB, got {value!r}")
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"megatrain_config.{name} must be above 0 and finite, got {value}")
-        for name in ("compile_layers", "join_micro_batches"):
-            if getattr(self, name) != "auto" and not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"megatrain_config.{name} must be auto, true or false; got {getattr(self, name)!r}")
-        if not isinstance(self.tiled_loss, bool):
-            raise ConfigError(f"megatrain_config.tiled_loss must be true or false, got {self.tiled_loss!r}")
-        for name, known in CHOICES.items():
-            if (value := getattr(self, name)) not in known:
-                listed = f"{', '.join(known[:-1])} or {known[-1]}"
-                raise ConfigError(f"megatrain_config.{name} must be {listed}; got {value!r}")
+        _require_choices(self, {**CHOICES, **_SWITCHES}, "megatrain_config")
         on_device = self.placement.device_layers
         if self.moments_dtype == "int8" and on_device:
             raise ConfigError(
@@ -258,8 +250,6 @@ class MegatrainConfig:
         for source in given:
             made = vars(source) if isinstance(source, cls) else source
             for key, value in _require_mapping(made, "megatrain_config").items():
-                if key in _GONE:
-                    raise ConfigError(f"megatrain_config.{key} is gone: {_GONE[key]}")
                 if key == "placement":
                     is_made = isinstance(value, PlacementSettings)
                     placement |= vars(value) if is_made else _require_mapping(value, "megatrain_config.placement")
