@@ -1,4 +1,4 @@
-"""The forecast of a training step: the plan's own search on outlines that are run without data, or interpolated."""
+"""The forecast of a training step: the plan's own search on outlines that are run without data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError, MegatrainError, UnsupportedError
-from megatrain_accelerate.estimate.layer_costs import OUTSIDE, WithoutAttentionDropout, between, with_times
+from megatrain_accelerate.estimate.layer_costs import OUTSIDE, WithoutAttentionDropout, with_times
 from megatrain_accelerate.estimate.machine_description import MachineDescription
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_after_backward
@@ -35,11 +35,6 @@ from megatrain_accelerate.store.host_limits import leaner_settings
 CPU = torch.device("cpu")
 _FEW_TOKENS = 8
 """Of a sequence on which the model is run to see what its loss is."""
-
-_RUN_SEQUENCES, RUN_TOKENS, _RUN_TILES = 4, 8192, 16
-"""A batch of so many sequences, or so many tokens or tiles, or less is run, and so is any power of two; what lies between two
-of these is interpolated. Of one sequence, tensors may be laid out otherwise; the loss of few tokens isn't made by tiles; of a
-few tiles, one tile is most of what is alive."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,22 +180,7 @@ class Forecaster:
         return WayChoice(self.engine.runtime, self.config, batch, outline, self.plan.search_for).best()
 
     def _outline(self, batch: int, length: int) -> StepOutline:
-        """By the way that the runtime has now, with reckoned times: run, or interpolated between two batches that are run."""
-        runtime = self.engine.runtime
-        most = max(_RUN_SEQUENCES, -(-max(RUN_TOKENS, _RUN_TILES * runtime.token_tile) // length))
-        power, pieces = 1 << (batch.bit_length() - 1), runtime.batch_cut.size
-        if batch <= most or batch == power or (pieces is not None and 2 * power > pieces):
-            return self._run_once(batch, length)
-        few, many, times = self._run_once(power, length), self._run_once(2 * power, length), batch / power
-        outline = between(few, many, times)
-        # Kinds are numbers, and each batch has its own.
-        kinds = {like.kind: at.kind for like, at in zip(few.events, many.events, strict=True)}
-        events = [dataclasses.replace(at, kind=like.kind) for at, like in zip(outline.events, many.events, strict=True)]
-        profiles = {at: between(few.profiles[like], many.profiles[at], times) for like, at in kinds.items()}
-        return dataclasses.replace(outline, events=tuple(events), profiles=profiles)
-
-    def _run_once(self, batch: int, length: int) -> StepOutline:
-        """The outline of the step, run once for each way."""
+        """The outline of the step by the way that the runtime has now, with reckoned times, run once for each way."""
         cut = self.engine.runtime.batch_cut
         key = (batch, length, self.engine.runtime.token_tile, cut.asked, cut.chosen)
         if key not in self._outlines:
