@@ -279,15 +279,12 @@ def empty_figure(size: tuple[float, float], needs: str, remedy: str) -> Any:
     """A figure of matplotlib. Not of pyplot: that would choose a backend, and keep the figure. Raises ``UnsupportedError``
     where matplotlib isn't installed: what ``needs`` it, and the other ``remedy``."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UnsupportedError(
             f"{needs} needs matplotlib, which can't be imported ({error}): pip install matplotlib, or {remedy}"
         ) from error
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=size, layout="constrained")
 
 
 def draw(timeline: Timeline, path: Path) -> None:

@@ -19,7 +19,6 @@ from megatrain_accelerate.estimate.meta_engine import PositionTable, load_config
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
 from megatrain_accelerate.plan.fake_runs import replaced
 
-logger = logging.getLogger(__name__)
 _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 MOST_BATCH = 1 << 14
@@ -126,10 +125,9 @@ def find_limits(forecaster: Forecaster, gpu_bytes: int, length: int, table: Posi
         try:
             with replaced(_TORCH_LOG, "disabled", tokens > length):  # it prints a traceback of what fails
                 return forecaster.least_gpu_bytes(1, tokens)
-        except ConfigError as error:  # the model's own code may take no longer sequences
+        except ConfigError:  # the model's own code may take no longer sequences
             if tokens <= length:
                 raise
-            logger.debug("%s tokens are too many: %s", tokens, error)
             return sys.maxsize
 
     batch = largest(lambda count: forecaster.least_gpu_bytes(count, length), gpu_bytes, MOST_BATCH, _TOLERANCE)

@@ -188,25 +188,14 @@ def _this_machine(options: Namespace, config: MegatrainConfig) -> MachineDescrip
         machine = measured_machine(device, kernels)
     free, total = torch.cuda.mem_get_info(device)
     name = torch.cuda.get_device_name(device)
-    sustained = at_the_power_limit(machine, name)
-    changed = _changed(sustained, options)
-    notes = ["speeds as measured on this machine" + ", by one process" * (options.gpus > 1)]
-    if changed != sustained:
-        notes.append("some of them as the options say")
-    if sustained != machine:
-        notes.append(
-            f"products reached {machine.device_flops / 1e12:.0f} TFLOPS for a few ms, more than a training keeps up at "
-            "this GPU's power limit"
-        )
-    if options.gpu_memory_bytes is not None:
-        notes.append(f"GPU memory as the option says; it has {total / GIB:.1f} GiB")
+    by_one = ", by one process" * (options.gpus > 1)
     return MachineDescription(
         gpu=name,
-        machine=changed,
+        machine=_changed(at_the_power_limit(machine, name), options),
         gpu_bytes=int(USABLE_SHARE_OF_DEVICE * (options.gpu_memory_bytes or free)),
         gpu_total_bytes=options.gpu_memory_bytes or total,
         host_bytes=options.host_memory_bytes or available_host_bytes() + psutil.Process().memory_info().rss,
-        notes=notes,
+        notes=[f"speeds that no option names are as measured on this machine{by_one}"],
     )
 
 

@@ -309,17 +309,14 @@ def test_a_short_products_speed_is_not_taken_for_what_a_gpu_keeps_up(monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     found = describe_machine(machine_options(), MegatrainConfig())
     assert found.machine == dataclasses.replace(measured, device_flops=716e12)
-    assert any("794 TFLOPS" in note for note in found.notes)
-    assert not any("options" in note for note in found.notes)
+    assert found.notes == ["speeds that no option names are as measured on this machine"]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 4090")
     unknown = describe_machine(machine_options(), MegatrainConfig())
     assert unknown.machine == measured, "no training was measured on that one"
-    assert not any("TFLOPS" in note for note in unknown.notes)
     with pytest.raises(ConfigError, match=r"--cores describes another host.*--host-step"):
         describe_machine(machine_options(cores=8), MegatrainConfig())
     larger = describe_machine(machine_options(gpu_memory_bytes=200 * GIB), MegatrainConfig())
     assert (larger.gpu_total_bytes, larger.gpu_bytes) == (200 * GIB, int(0.9 * 200 * GIB))
-    assert "GPU memory as the option says; it has 140.0 GiB" in larger.notes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to measure")
