@@ -297,13 +297,12 @@ _ROWS: dict[str, Remark | Handler] = {
             "same batch multiply the script's per_device_train_batch_size by {value}"
         ),
     ),
-    # This file has its own, or the file that is named is read.
-    "compute_environment distributed_type deepspeed_config.deepspeed_config_file": _where(_is_off, None),
-    "commands command_file ipex_config mpirun_config tpu_name tpu_zone "
-    "machine_rank main_process_ip main_process_port rdzv_backend same_network main_training_function downcast_bf16 debug "
-    "enable_cpu_affinity tpu_env tpu_use_cluster tpu_use_sudo deepspeed_config.deepspeed_hostfile "
-    "deepspeed_config.deepspeed_multinode_launcher deepspeed_config.deepspeed_inclusion_filter "
-    "deepspeed_config.deepspeed_exclusion_filter": _nothing("there is one machine"),
+    # Nothing is said: this file has its own, the file that is named is read, or it is for other machines than one with GPUs.
+    "commands command_file compute_environment debug distributed_type downcast_bf16 enable_cpu_affinity ipex_config "
+    "machine_rank main_process_ip main_process_port main_training_function mpirun_config rdzv_backend same_network tpu_env "
+    "tpu_name tpu_use_cluster tpu_use_sudo tpu_zone deepspeed_config.deepspeed_config_file "
+    "deepspeed_config.deepspeed_exclusion_filter deepspeed_config.deepspeed_hostfile "
+    "deepspeed_config.deepspeed_inclusion_filter deepspeed_config.deepspeed_multinode_launcher": _where(_is_off, None),
 }
 KEYS = {re.sub(r"^zero\b", "zero_optimization", key): entry for keys, entry in _ROWS.items() for key in keys.split()}
 """By key, with the sections before it; that of a section counts for what isn't named of it."""

@@ -138,7 +138,7 @@ def test_what_one_process_measured_here_is_divided_among_the_gpus(monkeypatch: p
     found = describe_machine(machine_options(gpus=2), MegatrainConfig())
     assert found.machine == dataclasses.replace(MACHINE, host_step_parameters=MACHINE.host_step_parameters / 2)
     assert found.exchange_bytes == 225e9
-    assert "speeds as measured on this machine, by one process" in found.notes
+    assert "speeds that no option names are as measured on this machine, by one process" in found.notes
 
 
 # ---------------------------------------------------------------- memory
