@@ -7,26 +7,29 @@ import dataclasses
 import difflib
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.units import GIB
 
-_MINIMA = dict.fromkeys(("host_threads", "micro_batch_size", "expert_parts"), 1) | {"token_tile": 0}
+_MINIMA = {
+    **dict.fromkeys(("host_threads", "micro_batch_size", "expert_parts"), 1),
+    **dict.fromkeys(("token_tile", "kept_layers", "offloaded_layers", "kept_attention"), 0),
+    "device_layers": -1,
+    "slots": 2,
+}
 """Of whole numbers; None and ``auto`` are allowed where they are the default."""
-_PLACEMENT_MINIMA = dict.fromkeys(("kept_layers", "offloaded_layers", "kept_attention"), 0) | {"device_layers": -1, "slots": 2}
-CHOICES = {
+CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "step_schedule": ("auto", "deferred", "backward", "serial"),
     "accumulation_dtype": ("fp32", "bf16"),
     "moments_dtype": ("fp32", "bf16", "int8"),
     "host_gradients": ("kept", "passing"),
     "evaluation_weights": ("auto", "stream", "resident"),
-}
-_SWITCHES: dict[str, tuple[str | bool, ...]] = {
     "compile_layers": ("auto", True, False),
     "join_micro_batches": ("auto", True, False),
     "tiled_loss": (True, False),
+    "offloaded_inputs": (True, False, None),
 }
 
 
@@ -46,26 +49,26 @@ def _require_known(key: object, kind: type, section: str) -> None:
     raise ConfigError(f"{section} has no setting {key!r}; {hint}known settings: {', '.join(known)}")
 
 
-def _require_whole_numbers(settings: MegatrainConfig | PlacementSettings, minima: Mapping[str, int], section: str) -> None:
-    for name, minimum in minima.items():
-        value, default = getattr(settings, name), getattr(type(settings), name)
-        if value == default and not isinstance(default, int):
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            choices = {"auto": " or auto", None: " or left out"}.get(default, "")
-            raise ConfigError(f"{section}.{name} must be a whole number{choices}, got {value!r}")
-        if value < minimum:
-            raise ConfigError(f"{section}.{name} must be at least {minimum}, got {value}")
-
-
-def _require_choices(
-    settings: MegatrainConfig | PlacementSettings, choices: Mapping[str, Sequence[str | bool | None]], section: str
-) -> None:
-    for name, known in choices.items():
-        value = getattr(settings, name)
-        if not any(type(value) is type(choice) and value == choice for choice in known):  # 1 isn't true
+def _require_valid(settings: MegatrainConfig | PlacementSettings, section: str) -> None:
+    """Raises a :class:`ConfigError` where a value by itself has the wrong type or lies outside its range."""
+    for field in dataclasses.fields(settings):
+        default: Any = field.default
+        value, name = getattr(settings, field.name), f"{section}.{field.name}"
+        known, minimum = CHOICES.get(field.name, ()), _MINIMA.get(field.name)
+        if known and not any(type(value) is type(choice) and value == choice for choice in known):  # 1 isn't true
             *first, last = ("left out" if choice is None else str(choice).lower() for choice in known)
-            raise ConfigError(f"{section}.{name} must be {', '.join(first)} or {last}; got {value!r}")
+            raise ConfigError(f"{name} must be {', '.join(first)} or {last}; got {value!r}")
+        if minimum is not None and (value != default or isinstance(default, int)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                choices = {"auto": " or auto", None: " or left out"}.get(default, "")
+                raise ConfigError(f"{name} must be a whole number{choices}, got {value!r}")
+            if value < minimum:
+                raise ConfigError(f"{name} must be at least {minimum}, got {value}")
+        if field.name.endswith("_gib") and value is not None:
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ConfigError(f"{name} must be a number of GiB, got {value!r}")
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be above 0 and finite, got {value}")
 
 
 def _require_mapping(settings: object, section: str) -> Mapping[str, Any]:
@@ -106,9 +109,7 @@ class PlacementSettings:
     """Device buffers that hold one streamed layer's weights each; at least 2 (one computes, one is filled)."""
 
     def __post_init__(self) -> None:
-        section = "megatrain_config.placement"
-        _require_whole_numbers(self, _PLACEMENT_MINIMA, section)
-        _require_choices(self, {"offloaded_inputs": (True, False, None)}, section)
+        _require_valid(self, "megatrain_config.placement")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,14 +197,7 @@ class MegatrainConfig:
             for key in given:
                 _require_known(key, PlacementSettings, "megatrain_config.placement")
             object.__setattr__(self, "placement", PlacementSettings(**given))
-        _require_whole_numbers(self, _MINIMA, "megatrain_config")
-        for name in ("host_memory_gib", "gpu_memory_gib"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
-                raise ConfigError(f"megatrain_config.{name} must be a number of GiB, got {value!r}")
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"megatrain_config.{name} must be above 0 and finite, got {value}")
-        _require_choices(self, {**CHOICES, **_SWITCHES}, "megatrain_config")
+        _require_valid(self, "megatrain_config")
         on_device = self.placement.device_layers
         if self.moments_dtype == "int8" and on_device:
             raise ConfigError(
