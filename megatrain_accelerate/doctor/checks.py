@@ -300,15 +300,14 @@ def plan_finding(plan: Machine, now: Machine, path: str, count: int) -> Finding:
     """Whether the speeds that the plan goes by still hold. ``count`` is that of the measurements in the file at ``path``, 0
     if none could be kept."""
     values = {f"plan_{name}": value for name, value in dataclasses.asdict(plan).items()} | {"speeds_file": path}
-    link, later_link = (min(at.h2d_bytes, at.d2h_bytes) for at in (plan, now))
-    step, later_step = (at.host_step_parameters / SHARE_IN_A_STEP for at in (plan, now))
+    kinds: dict[str, Callable[[Machine], float]] = {
+        "GB/s over the link": lambda at: min(at.h2d_bytes, at.d2h_bytes),
+        "G parameters/s of AdamW": lambda at: at.host_step_parameters / SHARE_IN_A_STEP,
+    }
     changed = [
-        f"{then / 1e9:.1f} {what}, {later / 1e9:.1f} were measured now"
-        for what, then, later in (
-            ("GB/s over the link", link, later_link),
-            ("G parameters/s of AdamW", step, later_step),
-        )
-        if not _SAME_SPEED < later / then < 1 / _SAME_SPEED
+        f"{speed(plan) / 1e9:.1f} {kind}, {speed(now) / 1e9:.1f} were measured now"
+        for kind, speed in kinds.items()
+        if not _SAME_SPEED < speed(now) / speed(plan) < 1 / _SAME_SPEED
     ]
     if changed:
         text = f"the plan goes by {'; by '.join(changed)}"

@@ -148,30 +148,21 @@ def longest_context(needs: Callable[[int], int], budget: int, most: int) -> int:
 
 def largest(needs: Callable[[int], int], budget: int, most: int, tolerance: float = 0.0) -> int:
     """The largest number from 1 to ``most`` whose need is within the budget; 0 if that of 1 isn't. Needs grow with the
-    number, nearly in proportion for most models, so that the next to be tried is interpolated: each is a run without data.
-    The result may be too small by the share ``tolerance``."""
-    low, low_needs = 1, needs(1)
-    if low_needs > budget or most == 1:
-        return int(low_needs <= budget)
-    high = 2
-    while (high_needs := needs(high)) <= budget:
-        if high == most:
-            return most
-        slope = (high_needs - low_needs) / (high - low)
-        low, low_needs = high, high_needs
-        further = low + int((budget - low_needs) / slope) + 1 if slope > 0 else most
-        high = min(most, max(further, low + 1))
-    interpolates = True
-    while high - low > max(1, int(tolerance * low)):
-        guess = low + int((high - low) * (budget - low_needs) / (high_needs - low_needs))
-        middle = min(max(guess, low + 1), high - 1) if interpolates else (low + high) // 2
-        before, taken = high - low, needs(middle)
-        if taken <= budget:
-            low, low_needs = middle, taken
+    number, nearly in proportion for most models, so that the next to be tried lies on a line through the last two: each is a
+    run without data. The result may be too small by the share ``tolerance``."""
+    low, high, tried, bisects = 0, most + 1, 1, False
+    below = above = (0, 0)
+    while high - low > (1 if high > most else max(1, int(tolerance * low))):
+        before, found = high - low, (tried, needs(tried))
+        if found[1] <= budget:
+            other, below, low = (above if high <= most else below), found, tried
         else:
-            high, high_needs = middle, taken
+            other, above, high = found, found, tried
+        slope = (other[1] - below[1]) / (other[0] - below[0])
+        guess = low + (int((budget - below[1]) / slope) if slope > 0 else most) + (high > most)
         # Where needs bend, a line between the two ends moves one of them by little.
-        interpolates = 2 * (high - low) <= before
+        bisects = not bisects and high <= most and 2 * (high - low) > before
+        tried = (low + high) // 2 if bisects else min(max(guess, low + 1), high - 1)
     return low
 
 
