@@ -13,29 +13,23 @@ from typing import Any
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.units import GIB
 
-_MINIMA = dict.fromkeys(("host_threads", "micro_batch_size", "expert_parts"), 1) | {"token_tile": 0}
-"""Of whole numbers; None and ``auto`` are allowed where they are the default."""
-_PLACEMENT_MINIMA = dict.fromkeys(("kept_layers", "offloaded_layers", "kept_attention"), 0) | {"device_layers": -1, "slots": 2}
-_GONE = {
-    "keep_layers": "set placement.kept_layers",
-    "offload_layers": "set placement.offloaded_layers",
-    "keep_attention": "set placement.kept_attention",
-    "offload_inputs": "set placement.offloaded_inputs",
-    "device_layers": "set placement.device_layers",
-    "slots": "set placement.slots",
-    "gradient_slots": "two were always enough; remove the key",
-    "max_nonfinite_steps": "the fifth such step in a row stops a run; remove the key",
-    "pin_memory": "memory is page-locked wherever there is a GPU; remove the key",
-    "resident_layers": "it was predicted to gain less than 1% of a step; placement.device_layers keeps whole layers there",
-    "huge_pages": "the store asks for huge pages in any case; remove the key",
+_MINIMA = {
+    **dict.fromkeys(("host_threads", "micro_batch_size", "expert_parts"), 1),
+    **dict.fromkeys(("token_tile", "kept_layers", "offloaded_layers", "kept_attention"), 0),
+    "device_layers": -1,
+    "slots": 2,
 }
-"""Settings of earlier versions, and what became of them."""
-CHOICES = {
+"""Of whole numbers; None and ``auto`` are allowed where they are the default."""
+CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "step_schedule": ("auto", "deferred", "backward", "serial"),
     "accumulation_dtype": ("fp32", "bf16"),
     "moments_dtype": ("fp32", "bf16", "int8"),
     "host_gradients": ("kept", "passing"),
     "evaluation_weights": ("auto", "stream", "resident"),
+    "compile_layers": ("auto", True, False),
+    "join_micro_batches": ("auto", True, False),
+    "tiled_loss": (True, False),
+    "offloaded_inputs": (True, False, None),
 }
 
 
@@ -55,16 +49,26 @@ def _require_known(key: object, kind: type, section: str) -> None:
     raise ConfigError(f"{section} has no setting {key!r}; {hint}known settings: {', '.join(known)}")
 
 
-def _require_whole_numbers(settings: MegatrainConfig | PlacementSettings, minima: Mapping[str, int], section: str) -> None:
-    for name, minimum in minima.items():
-        value, default = getattr(settings, name), getattr(type(settings), name)
-        if value == default and not isinstance(default, int):
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            choices = {"auto": " or auto", None: " or left out"}.get(default, "")
-            raise ConfigError(f"{section}.{name} must be a whole number{choices}, got {value!r}")
-        if value < minimum:
-            raise ConfigError(f"{section}.{name} must be at least {minimum}, got {value}")
+def _require_valid(settings: MegatrainConfig | PlacementSettings, section: str) -> None:
+    """Raises a :class:`ConfigError` where a value by itself has the wrong type or lies outside its range."""
+    for field in dataclasses.fields(settings):
+        default: Any = field.default
+        value, name = getattr(settings, field.name), f"{section}.{field.name}"
+        known, minimum = CHOICES.get(field.name, ()), _MINIMA.get(field.name)
+        if known and not any(type(value) is type(choice) and value == choice for choice in known):  # 1 isn't true
+            *first, last = ("left out" if choice is None else str(choice).lower() for choice in known)
+            raise ConfigError(f"{name} must be {', '.join(first)} or {last}; got {value!r}")
+        if minimum is not None and (value != default or isinstance(default, int)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                choices = {"auto": " or auto", None: " or left out"}.get(default, "")
+                raise ConfigError(f"{name} must be a whole number{choices}, got {value!r}")
+            if value < minimum:
+                raise ConfigError(f"{name} must be at least {minimum}, got {value}")
+        if field.name.endswith("_gib") and value is not None:
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ConfigError(f"{name} must be a number of GiB, got {value!r}")
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be above 0 and finite, got {value}")
 
 
 def _require_mapping(settings: object, section: str) -> Mapping[str, Any]:
@@ -105,10 +109,7 @@ class PlacementSettings:
     """Device buffers that hold one streamed layer's weights each; at least 2 (one computes, one is filled)."""
 
     def __post_init__(self) -> None:
-        section = "megatrain_config.placement"
-        _require_whole_numbers(self, _PLACEMENT_MINIMA, section)
-        if self.offloaded_inputs is not None and not isinstance(self.offloaded_inputs, bool):
-            raise ConfigError(f"{section}.offloaded_inputs must be true, false or left out; got {self.offloaded_inputs!r}")
+        _require_valid(self, "megatrain_config.placement")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,22 +197,7 @@ class MegatrainConfig:
             for key in given:
                 _require_known(key, PlacementSettings, "megatrain_config.placement")
             object.__setattr__(self, "placement", PlacementSettings(**given))
-        _require_whole_numbers(self, _MINIMA, "megatrain_config")
-        for name in ("host_memory_gib", "gpu_memory_gib"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
-                raise ConfigError(f"megatrain_config.{name} must be a number of GiB, got {value!r}")
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"megatrain_config.{name} must be above 0 and finite, got {value}")
-        for name in ("compile_layers", "join_micro_batches"):
-            if getattr(self, name) != "auto" and not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"megatrain_config.{name} must be auto, true or false; got {getattr(self, name)!r}")
-        if not isinstance(self.tiled_loss, bool):
-            raise ConfigError(f"megatrain_config.tiled_loss must be true or false, got {self.tiled_loss!r}")
-        for name, known in CHOICES.items():
-            if (value := getattr(self, name)) not in known:
-                listed = f"{', '.join(known[:-1])} or {known[-1]}"
-                raise ConfigError(f"megatrain_config.{name} must be {listed}; got {value!r}")
+        _require_valid(self, "megatrain_config")
         on_device = self.placement.device_layers
         if self.moments_dtype == "int8" and on_device:
             raise ConfigError(
@@ -258,8 +244,6 @@ class MegatrainConfig:
         for source in given:
             made = vars(source) if isinstance(source, cls) else source
             for key, value in _require_mapping(made, "megatrain_config").items():
-                if key in _GONE:
-                    raise ConfigError(f"megatrain_config.{key} is gone: {_GONE[key]}")
                 if key == "placement":
                     is_made = isinstance(value, PlacementSettings)
                     placement |= vars(value) if is_made else _require_mapping(value, "megatrain_config.placement")

@@ -13,7 +13,7 @@ import itertools
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,10 +73,8 @@ COLOURS = {
     LOSS: "#e3c446",
     OTHER: "#a08d7a",
 }
-SMALLEST_GAP = 1e-3
-"""Spans of one kind and layer that are less than this share of the period apart are drawn as one."""
 ROOM_FOR_A_LABEL = 0.011
-"""Share of the period below which a span is too narrow for its label."""
+"""Share of the period below which spans of one kind and layer are too narrow for their label."""
 _SPAN_NAME = re.compile(r"megatrain::(\w+)(?: \((.*)\))?$")
 
 
@@ -97,13 +95,9 @@ class TraceRequest:
 
     @classmethod
     def from_environment(cls) -> TraceRequest | None:
-        """The request that was handed to this process, or None. A ConfigError for a step that can't be traced."""
-        if not (folder := os.environ.get(ENV_TRACE_DIR)):
-            return None
-        step = os.environ.get(ENV_TRACE_STEP, str(DEFAULT_STEP))
-        if not step.isdecimal():
-            raise ConfigError(f"{ENV_TRACE_STEP} must be a whole number, got {step!r}")
-        return cls(Path(folder), int(step))
+        """The request that was handed to this process, or None."""
+        folder = os.environ.get(ENV_TRACE_DIR)
+        return cls(Path(folder), int(os.environ.get(ENV_TRACE_STEP, DEFAULT_STEP))) if folder else None
 
 
 class Span(NamedTuple):
@@ -210,16 +204,6 @@ def _device_lanes(
     return lanes
 
 
-def _losses(spans: Iterable[Span]) -> Iterator[Span]:
-    """What lies between a forward of layers and the backward that follows it: the last norm, the head and the loss."""
-    calls = sorted((span for span in spans if span.kind in ("forward", "recompute", "backward")), key=lambda span: span.start)
-    end = 0.0
-    for before, after in itertools.pairwise(calls):
-        end = max(end, before.end)  # a layer's forward may have those of its experts in it
-        if before.kind == "forward" != after.kind and end < after.start:
-            yield Span(end, after.start, LOSS, "")
-
-
 def build(trace: dict[str, Any]) -> tuple[Timeline, list[Event]]:
     """The timeline of the traced step, and the events for Perfetto: those of the period, streams and threads named. ``trace``
     is the profiler's, with what :mod:`~megatrain_accelerate.integrations.telemetry` notes."""
@@ -254,9 +238,6 @@ def build(trace: dict[str, Any]) -> tuple[Timeline, list[Event]]:
         ]
         if drawn:
             found[lane] = sorted(drawn, key=lambda span: (span.start, -span.end))
-    if LAUNCHER in found:
-        of_threads = [*found[LAUNCHER], *found.get(AUTOGRAD, [])]
-        found[LAUNCHER] = sorted([*found[LAUNCHER], *_losses(of_threads)], key=lambda span: (span.start, -span.end))
     names: dict[_Place, str] = {(pid, thread): name for thread, name in threads.items()} | streams
 
     def is_shown(event: Event) -> bool:
@@ -294,31 +275,16 @@ def format_summary(timeline: Timeline) -> str:
     return "\n".join([*lines, f"the step {info['bound']}"])
 
 
-def merged(spans: Sequence[Span], gap_us: float) -> list[Span]:
-    """Neighbours of one kind and layer as one span."""
-    joined: list[Span] = []
-    for span in spans:
-        last = joined[-1] if joined else None
-        if last is not None and (last.kind, last.unit) == (span.kind, span.unit) and span.start - last.end <= gap_us:
-            joined[-1] = Span(last.start, max(last.end, span.end), span.kind, span.unit)
-        else:
-            joined.append(span)
-    return joined
-
-
 def empty_figure(size: tuple[float, float], needs: str, remedy: str) -> Any:
     """A figure of matplotlib. Not of pyplot: that would choose a backend, and keep the figure. Raises ``UnsupportedError``
     where matplotlib isn't installed: what ``needs`` it, and the other ``remedy``."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UnsupportedError(
             f"{needs} needs matplotlib, which can't be imported ({error}): pip install matplotlib, or {remedy}"
         ) from error
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=size, layout="constrained")
 
 
 def draw(timeline: Timeline, path: Path) -> None:
@@ -329,22 +295,20 @@ def draw(timeline: Timeline, path: Path) -> None:
 
     axes = figure.add_subplot()
     info, period_us = timeline.info, timeline.period_us
-    busy = {lane: length(timeline.busy(lane)) / period_us for lane in timeline.lanes}
-    shares = ", ".join(f"{lane} {share:.0%}" for lane, share in busy.items())
-    idle = f"; GPU idle {1 - busy[COMPUTE]:.0%}" if COMPUTE in busy else ""
     title = f"Step {info['step']} on {info['device']}: {period_us / 1e3:.1f} ms (profiled), {info['bound']}"
     for row, spans in enumerate(timeline.lanes.values()):
-        for span in merged(spans, SMALLEST_GAP * period_us):
-            times = [(span.start / 1e3, (span.end - span.start) / 1e3)]
-            axes.broken_barh(times, (row - 0.4, 0.8), facecolors=COLOURS[span.kind])
-            if span.label and span.end - span.start >= ROOM_FOR_A_LABEL * period_us:
-                middle = (span.start + span.end) / 2e3
-                axes.text(middle, row, span.label, ha="center", va="center", fontsize=7, clip_on=True)
+        times = [(span.start / 1e3, (span.end - span.start) / 1e3) for span in spans]
+        axes.broken_barh(times, (row - 0.4, 0.8), facecolors=[COLOURS[span.kind] for span in spans])
+        for _, group in itertools.groupby(spans, key=lambda span: (span.kind, span.unit)):
+            first, *others = group
+            start, end = first.start, max(span.end for span in (first, *others))
+            if first.label and end - start >= ROOM_FOR_A_LABEL * period_us:
+                axes.text((start + end) / 2e3, row, first.label, ha="center", va="center", fontsize=7, clip_on=True)
     axes.set_yticks(range(len(timeline.lanes)), list(timeline.lanes))
     axes.invert_yaxis()
     axes.set_xlim(0, period_us / 1e3)
     axes.set_xlabel("ms since optimizer.step() of the step before was called")
-    axes.set_title(f"{title}\n{shares}{idle}", fontsize=10)
+    axes.set_title(title, fontsize=10)
     used = {span.kind for spans in timeline.lanes.values() for span in spans}
     patches = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in used]
     figure.legend(handles=patches, loc="outside lower center", ncols=8)

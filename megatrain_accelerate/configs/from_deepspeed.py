@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import enum
 import functools
+import itertools
 import json
 import operator
 import re
@@ -137,6 +138,10 @@ _WARMUP = _where(
         "warmup_steps have lower rates"
     ),
 )
+_PLANNED = _nothing(
+    "weights, gradients and states live in host memory, and on the GPU as far as it has room; which of them, and when they "
+    "are copied or exchanged, the plan finds by the model, the batch and the machine"
+)
 _SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 
 
@@ -174,12 +179,8 @@ def _scheduler(value: Any, conversion: Conversion) -> Remark:
 
 _ROWS: dict[str, Remark | Handler] = {
     # Batch and steps
-    "train_batch_size": _where(
-        lambda _: True,
-        _do(
-            "{value} sequences a step, over all GPUs: per_device_train_batch_size x gradient_accumulation_steps must be "
-            "it here"
-        ),
+    "train_batch_size": _do(
+        "{value} sequences a step, over all GPUs: per_device_train_batch_size x gradient_accumulation_steps must be it here"
     ),
     "train_micro_batch_size_per_gpu": _argument("per_device_train_batch_size"),
     "gradient_accumulation_steps deepspeed_config.gradient_accumulation_steps": _where(
@@ -229,11 +230,11 @@ _ROWS: dict[str, Remark | Handler] = {
     "optimizer.params.bias_correction": _where(
         _is_false, *(kind("AdamW corrects the moments' bias") for kind in (_without, _nothing))
     ),
-    "optimizer.params.freeze_step": _nothing("no traffic between GPUs is compressed"),
     "scheduler.type": _scheduler,
     "scheduler.params.warmup_num_steps": _argument("warmup_steps"),
-    "scheduler.params.total_num_steps": _nothing("the Trainer knows how many steps there are"),
-    "scheduler.params.last_batch_iteration": _nothing("the Trainer begins where its checkpoint ended"),
+    "scheduler.params.total_num_steps scheduler.params.last_batch_iteration": _nothing(
+        "the Trainer knows how many steps there are, and begins where its checkpoint ended"
+    ),
     "scheduler.params.warmup_type": _WARMUP,
     "scheduler.params.warmup_min_lr": _where(
         _is_off, *(kind("the Trainer's warm-up begins with 0") for kind in (_nothing, _without))
@@ -243,85 +244,40 @@ _ROWS: dict[str, Remark | Handler] = {
     ),
     "scheduler.params": _do("give it to a scheduler of the script's own: {value}"),
     # ZeRO: where weights and states lie
-    "zero.stage deepspeed_config.zero_stage zero.offload_optimizer.ratio": _nothing(
-        "there are no stages: the plan decides what lies on the GPU"
-    ),
-    "zero.offload_optimizer.device zero.offload_param.device zero.cpu_offload zero.cpu_offload_param "
-    "zero.cpu_offload_params deepspeed_config.offload_optimizer_device deepspeed_config.offload_param_device": _where(
+    "zero deepspeed_config communication_data_type disable_allgather gradient_allreduce_op gradient_predivide_factor "
+    "optimizer.params.freeze_step prescale_gradients seq_parallel_comm_data_type seq_parallel_communication_data_type "
+    "sparse_gradients": _PLANNED,
+    "zero.offload_optimizer.device zero.offload_param.device deepspeed_config.offload_optimizer_device "
+    "deepspeed_config.offload_param_device": _where(
         _is("nvme"),
         _without(
             "there is no third tier: what doesn't fit host memory doesn't train. `megatrain estimate MODEL` says what is "
             "needed; moments_dtype: int8 and host_gradients: passing bring 14 bytes a parameter down to 6"
         ),
-        _nothing("weights and states live in host memory, and on the GPU as far as it has room: the plan decides"),
+        _PLANNED,
     ),
-    "zero.offload_optimizer.pin_memory zero.offload_param.pin_memory zero.cpu_offload_use_pin_memory": _nothing(
-        "what is copied is page-locked in any case"
-    ),
-    "zero.offload_optimizer.buffer_count zero.offload_param.buffer_count zero.offload_param.buffer_size": _nothing(
-        "the store's buffers follow from the model"
-    ),
-    "zero.offload_param.max_in_cpu "
-    "zero.offload_optimizer.nvme_path zero.offload_param.nvme_path zero.offload_optimizer.pipeline "
-    "zero.offload_optimizer.pipeline_read zero.offload_optimizer.pipeline_write zero.offload_optimizer.fast_init aio "
-    "deepspeed_config.offload_optimizer_nvme_path deepspeed_config.offload_param_nvme_path": _without("nothing goes to NVMe"),
-    "zero.sub_group_size zero.offload_optimizer.super_offload": _nothing(
-        "AdamW on the host runs layer by layer, under the next forward (under backward without clipping)"
-    ),
-    "zero.offload_optimizer.cpuadam_cores_perc": _do(
-        "host_threads below megatrain_config is their number; by default the CPUs, less two (it was a share of {value})"
-    ),
+    "aio zero.offload_optimizer.nvme_path zero.offload_param.nvme_path deepspeed_config.offload_optimizer_nvme_path "
+    "deepspeed_config.offload_param_nvme_path": _without("nothing goes to NVMe"),
     "zero.zenflow": _without("every gradient is applied in the step that it belongs to"),
-    "zero.stage3_max_live_parameters zero.stage3_max_reuse_distance zero.stage3_prefetch_bucket_size "
-    "zero.stage3_param_persistence_threshold zero.stage3_model_persistence_threshold "
-    "zero.stage3_module_granularity_threshold zero.max_live_parameters zero.max_reuse_distance "
-    "zero.prefetch_bucket_size zero.param_persistence_threshold zero.model_persistence_threshold "
-    "zero.module_granularity_threshold zero.memory_efficient_linear": _nothing(
-        "layers are fetched ahead, in the order of the model's calls, and what fits stays on the GPU"
-    ),
-    "zero.overlap_comm": _nothing("copies run beside the computation in any case"),
-    "zero.allgather_bucket_size zero.allgather_partitions zero.allgather_sequential zero.contiguous_gradients "
-    "zero.legacy_stage1 zero.mics_hierarchical_params_gather zero.mics_shard_size zero.parameter_alignment "
-    "zero.reduce_bucket_size zero.reduce_scatter zero.round_robin_gradients zero.stage3_use_all_reduce_for_fetch_params "
-    "zero.use_all_reduce_for_fetch_params zero.use_multi_rank_bucket_allreduce zero.zero_hpz_partition_size "
-    "communication_data_type disable_allgather gradient_allreduce_op gradient_predivide_factor prescale_gradients "
-    "seq_parallel_communication_data_type seq_parallel_comm_data_type sparse_gradients": _nothing(
-        "it is about traffic between GPUs, and there is one"
-    ),
     "zero.stage3_gather_16bit_weights_on_model_save zero.stage3_gather_fp16_weights_on_model_save "
-    "zero.gather_16bit_weights_on_model_save zero.elastic_checkpoint zero.load_from_fp32_weights "
-    "zero.pipeline_loading_checkpoint checkpoint deepspeed_config.zero3_save_16bit_model": _nothing(
+    "zero.gather_16bit_weights_on_model_save checkpoint deepspeed_config.zero3_save_16bit_model": _nothing(
         "checkpoints have the whole weights, under the stock names, in any case"
     ),
     "zero.zero_quantized_gradients zero.zero_quantized_weights zero.zero_quantized_nontrainable_weights "
     "zero.zeropp_loco_param compression_training quantize_training weight_quantization": _without(
         "weights and gradients aren't quantised or compressed"
     ),
-    "zero.leaf_module": _do(
-        "layer_classes below megatrain_config names the modules that stream, where the model's own list doesn't do"
-    ),
-    "deepspeed_config.deepspeed_moe_layer_cls_names": _nothing(
-        "layers are found by the model's own list; a mixture's experts stream with their layer, or in parts"
-    ),
-    "zero.compute_grad_norm": _nothing("norms are taken where somebody clips by them or logs them"),
-    "zero.ignore_unused_parameters": _nothing("a parameter without a gradient isn't stepped"),
-    "zero.override_module_apply deepspeed_config.zero3_init_flag": _nothing(
-        "weights are taken over from the loaded model, layer by layer, without a second copy"
-    ),
-    "zero.save_muon_momentum_buffer_in_memory": _nothing("an optimizer's states are in host memory"),
     # What is computed, and how
-    "activation_checkpointing": _nothing("the plan keeps, recomputes or offloads each layer's activations"),
-    "compile graph_harvesting dynamo_config": _nothing("layers are compiled where that pays (compile_layers)"),
-    "autotuning elasticity": _nothing("a plan is made for the model, the batch and the machine"),
-    "hybrid_engine": _nothing("generation holds weights on the GPU as far as they fit (evaluation_weights)"),
-    "vocabulary_size disable_python_gc": _nothing("it is the model's or the script's"),
-    "sparse_attention": _without("attention is the model's own"),
-    "curriculum_learning data_efficiency progressive_layer_drop eigenvalue": _without(
+    "activation_checkpointing autotuning compile dynamo_config elasticity graph_harvesting hybrid_engine": _nothing(
+        "the plan keeps, recomputes or offloads activations, compiles layers where that pays (compile_layers), and holds "
+        "weights on the GPU for generation (evaluation_weights)"
+    ),
+    "curriculum_learning data_efficiency eigenvalue progressive_layer_drop sparse_attention": _without(
         "it changes the data or the model, which are the script's"
     ),
     "expert_parallel pipeline sequence_parallel_size tensor_parallel use_data_before_expert_parallelism "
     "use_data_before_expert_parallel_ fsdp_config megatron_lm_config parallelism_config": _without(
-        "the model isn't split over GPUs: one is used"
+        "the model isn't split over GPUs: each computes all of it"
     ),
     # What is told
     "comms_logger dump_state flops_profiler log_level memory_breakdown steps_per_print timers wall_clock_breakdown "
@@ -341,15 +297,14 @@ _ROWS: dict[str, Remark | Handler] = {
             "same batch multiply the script's per_device_train_batch_size by {value}"
         ),
     ),
-    # This file has its own, or the file that is named is read.
-    "compute_environment distributed_type deepspeed_config.deepspeed_config_file": _where(_is_off, None),
-    "commands command_file ipex_config mpirun_config tpu_name tpu_zone "
-    "machine_rank main_process_ip main_process_port rdzv_backend same_network main_training_function downcast_bf16 debug "
-    "enable_cpu_affinity tpu_env tpu_use_cluster tpu_use_sudo deepspeed_config.deepspeed_hostfile "
-    "deepspeed_config.deepspeed_multinode_launcher deepspeed_config.deepspeed_inclusion_filter "
-    "deepspeed_config.deepspeed_exclusion_filter": _nothing("there is one machine"),
+    # Nothing is said: this file has its own, the file that is named is read, or it is for other machines than one with GPUs.
+    "commands command_file compute_environment debug distributed_type downcast_bf16 enable_cpu_affinity ipex_config "
+    "machine_rank main_process_ip main_process_port main_training_function mpirun_config rdzv_backend same_network tpu_env "
+    "tpu_name tpu_use_cluster tpu_use_sudo tpu_zone deepspeed_config.deepspeed_config_file "
+    "deepspeed_config.deepspeed_exclusion_filter deepspeed_config.deepspeed_hostfile "
+    "deepspeed_config.deepspeed_inclusion_filter deepspeed_config.deepspeed_multinode_launcher": _where(_is_off, None),
 }
-KEYS = {key.replace("zero.", "zero_optimization."): entry for keys, entry in _ROWS.items() for key in keys.split()}
+KEYS = {re.sub(r"^zero\b", "zero_optimization", key): entry for keys, entry in _ROWS.items() for key in keys.split()}
 """By key, with the sections before it; that of a section counts for what isn't named of it."""
 _BY_ARGUMENTS = {"fp16.enabled": _do("where the script says fp16 (fp16=True, --fp16), it must say bf16")}
 """What else there is to say of a key whose value is ``auto``."""
@@ -408,7 +363,8 @@ def _walk(section: Mapping[str, Any], prefix: str, conversion: Conversion) -> No
 
 
 def _remark(key: str, value: Any, conversion: Conversion) -> Remark | None:
-    entry = KEYS.get(key) or KEYS.get(key.rpartition(".")[0])
+    above = [*itertools.accumulate(key.split("."), "{}.{}".format)]
+    entry = next((KEYS[section] for section in reversed(above) if section in KEYS), None)
     if entry is None:
         near = difflib.get_close_matches(key, KEYS, 1, 0.9)
         return Remark(Kind.UNKNOWN, f"did you mean {near[0]}?" if near else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -12,14 +13,14 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 import torch
+from packaging.version import Version
 
 from megatrain_accelerate import __version__
 from megatrain_accelerate.activation import ENV_DISABLE, is_disabled
@@ -33,18 +34,16 @@ from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.parallel.huge_file import open_huge_file
 from megatrain_accelerate.plan.machine import (
     SHARE_IN_A_STEP,
-    STEP_ARGUMENTS,
     STEP_BYTES,
     Machine,
     kept_speeds,
+    measure,
     measured_machine,
     seconds_of,
-    seconds_of_both,
     speeds_path,
     step_arrays,
 )
-from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes, cgroup_available_bytes
-from megatrain_accelerate.store.host_memory import HostMemory
+from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES, cgroup_available_bytes
 from megatrain_accelerate.units import GB, GIB, MIB
 
 BYTES_A_PARAMETER = 14
@@ -58,8 +57,7 @@ SLOW_STEP_SHARE = 0.6
 """Of the plain loop on the same arrays: a healthy kernel is near 0.9."""
 _SAME_SPEED = 0.75
 """Two measurements whose ratio is between this and its inverse don't contradict each other."""
-_COPY_BYTES = 256 * MIB
-_MOST_ELEMENTS = 96 * MIB
+_SUM_ELEMENTS = 96 * MIB
 _AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _REINSTALL = "pip install --force-reinstall --no-deps megatrain-accelerate, or `pip install --no-deps .` in a checkout"
 
@@ -81,33 +79,17 @@ class Finding:
 
 def examine(folder: Path, measures: bool) -> Iterator[Finding]:
     """All findings, in the order in which they are shown. To measure takes a few seconds."""
-    device: torch.device | None = None
-    error: Exception | None = None
-    if torch.cuda.is_available():
-        try:
-            device = torch.device("cuda", torch.cuda.current_device())
-        except RuntimeError as found:
-            error = found
-    yield from found_by("versions", versions)
-    yield from found_by("hooks", hooks)
-    yield from found_by("host kernels", kernels)
-    yield from found_by("GPU", gpu, device, error)
-    yield from found_by("layer compiler", compilers)
-    yield from found_by("cores", cores)
-    yield from found_by("NUMA", numa)
-    yield from found_by("host memory", host_memory)
-    yield from found_by("several GPUs", several_gpus, torch.cuda.device_count())
-    yield from found_by("disk", disk, folder)
-    if measures:
-        yield from found_by("host speed", host_speeds, device is not None)
-        if device is not None:
-            yield from found_by("link", link, device)
+    checks = {"versions": versions, "hooks": hooks, "host kernels": kernels, "GPU": gpu, "layer compiler": compilers}
+    checks |= {"cores": cores, "NUMA": numa, "host memory": host_memory, "several GPUs": several_gpus}
+    checks |= {"disk": functools.partial(disk, folder)} | ({"speeds": speeds} if measures else {})
+    for name, check in checks.items():
+        yield from found_by(name, check)
 
 
-def found_by(name: str, check: Callable[..., Sequence[Finding]], *args: Any) -> list[Finding]:
-    """The findings of a check with its arguments; one that fails is a finding itself, and the others go on."""
+def found_by(name: str, check: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:
+    """The findings of a check; one that fails is a finding itself, and the others go on."""
     try:
-        return list(check(*args))
+        return check()
     except Exception as error:
         text = f"can't be checked: {type(error).__name__}: {error}"
         return [Finding(name, "broken", text, "mend what the message says, and run megatrain doctor again")]
@@ -116,35 +98,16 @@ def found_by(name: str, check: Callable[..., Sequence[Finding]], *args: Any) -> 
 def versions() -> list[Finding]:
     """What is installed, and whether the patches were tested with it."""
     installed: dict[str, Value] = {"megatrain_accelerate": __version__, "python": platform.python_version()}
-    installed |= {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": _driver_version()}
+    installed |= {"torch": torch.__version__, "cuda": torch.version.cuda}
     installed |= {package: installed_version(package) for package in TESTED_VERSIONS}
     text = ", ".join(f"{name} {version}" for name, version in installed.items() if version is not None)
     findings = [Finding("versions", "ok", text, values=installed)]
     for package, tested in TESTED_VERSIONS.items():
-        version = installed[package]
-        if isinstance(version, str) and not _is_tested(version, tested):
-            remedy = f"pip install '{package}=={tested.split()[-1]}' if something is wrong"
+        version, bounds = installed[package], [Version(bound) for bound in tested.split(" to ")]
+        if isinstance(version, str) and not bounds[0] <= Version(Version(version).base_version) <= bounds[-1]:
+            remedy = f"pip install '{package}=={bounds[-1]}' if something is wrong"
             findings.append(Finding(f"{package} {version}", "note", f"the patches were tested with {tested}", remedy))
     return findings
-
-
-def _is_tested(version: str, tested: str) -> bool:
-    """Whether a version lies within ``FIRST to LAST``, or is the only one."""
-
-    def numbers(version: str) -> list[int]:
-        return [int("".join(filter(str.isdigit, part)) or 0) for part in version.split("+")[0].split(".")[:3]]
-
-    first, _, last = tested.partition(" to ")
-    return numbers(first) <= numbers(version) <= numbers(last or first)
-
-
-def _driver_version() -> str | None:
-    """The GPU driver's, as ``nvidia-smi`` says it; None without one."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
-        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return found.stdout.splitlines()[0].strip() or None
-    return None
 
 
 def hooks() -> list[Finding]:
@@ -157,7 +120,7 @@ def hooks() -> list[Finding]:
     elif os.environ.get(_AUTOLOAD_SWITCH) == "0":
         text = f"{_AUTOLOAD_SWITCH}=0 keeps torch from loading the plugin: accelerate launch doesn't know --megatrain"
         remedy = f"unset {_AUTOLOAD_SWITCH}, or call megatrain_accelerate.enable() in the script"
-        return [Finding("hooks", "note", text, remedy, {"hooks": False})]
+        return [Finding("hooks", "note", text, remedy)]
     elif all(entry.name != "megatrain_accelerate" for entry in importlib.metadata.entry_points(group="torch.backends")):
         text = "the package isn't installed, only importable: `import torch` doesn't load the plugin"
     elif failure is not None or not import_hook.is_installed():
@@ -169,11 +132,10 @@ def hooks() -> list[Finding]:
             importlib.import_module(module)
         try:
             ensure_ready()
-            text = f"installed; all {len(patched)} patches of {', '.join(packages)} fit"
-            return [Finding("hooks", "ok", text, values={"hooks": True, "patches": len(patched)})]
+            return [Finding("hooks", "ok", f"installed; all {len(patched)} patches of {', '.join(packages)} fit")]
         except PatchError as error:
             text, remedy = str(error), "install a tested version, see above"
-    return [Finding("hooks", "broken", text, remedy, {"hooks": False})]
+    return [Finding("hooks", "broken", text, remedy)]
 
 
 def kernels() -> list[Finding]:
@@ -192,19 +154,18 @@ def kernels() -> list[Finding]:
 
 
 def compilers() -> list[Finding]:
-    """Whether layers can be compiled and stepped on the GPU."""
-    has_triton = importlib.util.find_spec("triton") is not None
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
-    values: dict[str, Value] = {"triton": has_triton, "compiler": compiler}
+    """Whether layers can be compiled and stepped on the GPU, if there is one."""
     if not torch.cuda.is_available():
-        return [Finding("layer compiler", "ok", "not needed without a GPU", values=values)]
-    if not has_triton:
+        return []
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    text, remedy = f"Triton, {compiler}", ""
+    if importlib.util.find_spec("triton") is None:
         text = "Triton is missing: no states on the GPU, no compiled layers"
-        return [Finding("layer compiler", "slow", text, "pip install triton, in the version that torch names", values)]
-    if compiler is None:
+        remedy = "pip install triton, in the version that torch names"
+    elif compiler is None:
         text = "no C compiler is found, which Triton needs: layers run uncompiled"
-        return [Finding("layer compiler", "slow", text, "install gcc (apt install gcc)", values)]
-    return [Finding("layer compiler", "ok", f"Triton, {compiler}", values=values)]
+        remedy = "install gcc (apt install gcc)"
+    return [Finding("layer compiler", "slow" if remedy else "ok", text, remedy)]
 
 
 def cores() -> list[Finding]:
@@ -252,9 +213,9 @@ def numa(root: Path = Path("/sys/devices/system/node")) -> list[Finding]:
     return [Finding("NUMA", "note", text, f"{remedy}--membind", values)]
 
 
-def several_gpus(count: int, modes: Path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")) -> list[Finding]:
-    """Of that many: whether they reach each other's memory, and whether memory that their processes share has huge pages."""
-    if count < 2:
+def several_gpus(modes: Path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")) -> list[Finding]:
+    """Whether they reach each other's memory, and whether memory that their processes share has huge pages."""
+    if (count := torch.cuda.device_count()) < 2:
         return []
     reach = all(torch.cuda.can_device_access_peer(*pair) for pair in itertools.permutations(range(count), 2))
     link = f"{count} GPUs, which exchange gradients {'directly' if reach else 'through the host, at the speed of their links'}"
@@ -283,94 +244,70 @@ def disk(folder: Path) -> list[Finding]:
     return [Finding("disk", "ok", text, values=values)]
 
 
-def measure_link(device: torch.device) -> tuple[float, float, float]:
-    """Bytes a second from registered host memory to the GPU, from it, and the sum of both at once on two streams. Raises
-    ``HostMemoryError`` where the driver refuses to register memory."""
-    with contextlib.closing(HostMemory(_COPY_BYTES, register=True)) as memory:
-        host = memory.tensor(0, (_COPY_BYTES,), torch.uint8).zero_()
-        memory.register()
-        there = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
-        h2d = seconds_of(device, lambda: there.copy_(host, non_blocking=True), min)
-        d2h = seconds_of(device, lambda: host.copy_(there, non_blocking=True), min)
-        both = seconds_of_both(there, host)
-    return _COPY_BYTES / h2d, _COPY_BYTES / d2h, sum(_COPY_BYTES / seconds for seconds in both)
+def measure_sum(kernels: HostKernels, elements: int) -> float:
+    """Bytes a second of a plain sum of two fp32 arrays with all threads: what the memory gives."""
+    _, _, moments, _ = step_arrays(kernels, elements)
+    seconds = seconds_of(torch.device("cpu"), lambda: kernels.accumulate(*moments))
+    return 3 * moments.exp_avg.nbytes / seconds  # two are read, one is written
 
 
-def measure_host(kernels: HostKernels, most: int) -> tuple[float, float]:
-    """Parameters a second that AdamW steps with all threads, and bytes a second of a plain sum of its fp32 arrays: what the
-    memory gives. Of no more elements than an eighth of the free memory holds."""
-    elements = max(1 << 20, min(most, available_host_bytes() // (8 * BYTES_A_PARAMETER)))
-    hi, residual, moments, gradient = step_arrays(kernels, elements)
-    cpu = torch.device("cpu")
-    step = seconds_of(cpu, lambda: kernels.adamw(hi, residual, moments, gradient, STEP_ARGUMENTS), min)
-    plain_sum = seconds_of(cpu, lambda: kernels.accumulate(*moments), min)
-    return elements / step, 3 * moments.exp_avg.nbytes / plain_sum  # two are read, one is written
-
-
-def link(device: torch.device) -> list[Finding]:
-    """The link's speeds, and whether the plan's are still the same. A driver that refuses to register memory is found here."""
-    try:
-        speeds = measure_link(device)
-    except HostMemoryError as error:
-        return [Finding("link", "broken", str(error), "ulimit -l unlimited, or docker run --ulimit memlock=-1")]
-    with contextlib.closing(HostKernels()) as kernels:
-        path = speeds_path(device, kernels)
-        machine = measured_machine(device, kernels)
-        count = len(kept_speeds(path))
-        step, _ = measure_host(kernels, _MOST_ELEMENTS)
-    return [link_finding(*speeds), plan_finding(machine, min(speeds[:2]), step, str(path), count)]
-
-
-def link_finding(*speeds: float) -> Finding:
-    """What the speeds mean: to the GPU, from it, and both at once."""
-    h2d, d2h, both = (speed / GB for speed in speeds)
-    values = {"h2d_gb_per_second": h2d, "d2h_gb_per_second": d2h, "both_gb_per_second": both}
-    text = f"to the GPU {h2d:.1f}, from it {d2h:.1f}, both at once {both:.1f} GB/s"
-    if min(speeds[:2]) < SLOW_LINK_BYTES:
-        remedy = (
-            "look at nvidia-smi -q for the PCIe generation and lanes: fewer than the slot's? Run on the GPU's own socket "
-            "(numactl); else take larger batches, so that layers compute longer than they are copied"
-        )
-        return Finding("link", "slow", f"{text}: slower than PCIe Gen4 on 16 lanes", remedy, values)
-    if both < 1.2 * max(h2d, d2h):
-        remedy = (
-            "the host's memory or the slot carries one direction at a time; gradients and weights then wait for each other"
-        )
-        return Finding("link", "note", f"{text}: the directions get into each other's way", remedy, values)
-    return Finding("link", "ok", text, values=values)
-
-
-def host_speeds(has_gpu: bool) -> list[Finding]:
+def speeds() -> list[Finding]:
+    """What the host and, with a GPU, its link do now, and whether the plan's speeds are still the same. A driver that refuses
+    to register memory is found here."""
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     with contextlib.closing(HostKernels()) as kernels:
         # A machine without a GPU is looked at quickly.
-        speeds = measure_host(kernels, _MOST_ELEMENTS if has_gpu else _MOST_ELEMENTS // 16)
-        return [host_finding(*speeds, kernels.threads, has_gpu)]
+        sum_bytes = measure_sum(kernels, _SUM_ELEMENTS if has_gpu else _SUM_ELEMENTS // 16)
+        try:
+            now = measure(device, kernels)
+        except HostMemoryError as error:
+            return [Finding("link", "broken", str(error), "ulimit -l unlimited, or docker run --ulimit memlock=-1")]
+        found = [host_finding(now, sum_bytes, kernels.threads, has_gpu)]
+        if has_gpu:
+            plan = measured_machine(device, kernels)
+            path = speeds_path(device, kernels)
+            found += [link_finding(now), plan_finding(plan, now, str(path), len(kept_speeds(path)))]
+        return found
 
 
-def host_finding(step_parameters: float, sum_bytes: float, threads: int, has_gpu: bool) -> Finding:
-    share = STEP_BYTES * step_parameters / sum_bytes
+def link_finding(now: Machine) -> Finding:
+    h2d, d2h = now.h2d_bytes / GB, now.d2h_bytes / GB
+    values = {"h2d_gb_per_second": h2d, "d2h_gb_per_second": d2h}
+    text = f"to the GPU {h2d:.1f}, from it {d2h:.1f} GB/s"
+    if min(now.h2d_bytes, now.d2h_bytes) >= SLOW_LINK_BYTES:
+        return Finding("link", "ok", text, values=values)
+    remedy = (
+        "look at nvidia-smi -q for the PCIe generation and lanes: fewer than the slot's? Run on the GPU's own socket "
+        "(numactl); else take larger batches, so that layers compute longer than they are copied"
+    )
+    return Finding("link", "slow", f"{text}: slower than PCIe Gen4 on 16 lanes", remedy, values)
+
+
+def host_finding(now: Machine, sum_bytes: float, threads: int, has_gpu: bool) -> Finding:
+    """What the host's AdamW reaches beside a plain sum, which moves ``sum_bytes`` a second."""
+    step_parameters = now.host_step_parameters / SHARE_IN_A_STEP
     step, dram = step_parameters / 1e9, sum_bytes / GB
     values = {"host_step_g_parameters_per_second": step, "dram_gb_per_second": dram, "host_threads": threads}
     text = f"AdamW {step:.2f} G parameters/s, memory {dram:.0f} GB/s, with {threads} threads"
-    if has_gpu and share < SLOW_STEP_SHARE:
+    if has_gpu and STEP_BYTES * step_parameters < SLOW_STEP_SHARE * sum_bytes:
         remedy = "more cores would help: lift limits on them, set megatrain_config.host_threads, end what else runs on them"
         return Finding("host speed", "slow", f"{text}: the cores bound AdamW, not the memory", remedy, values)
     return Finding("host speed", "ok", text, values=values)
 
 
-def plan_finding(machine: Machine, link_bytes: float, step_parameters: float, path: str, count: int) -> Finding:
-    """Whether the speeds that the plan goes by (``machine``) still hold. Now the link moves ``link_bytes`` a second in its
-    slower direction, and the host's AdamW steps ``step_parameters`` with nothing beside it. ``count`` is that of the
-    measurements in the file at ``path``, 0 if none could be kept."""
-    values = {f"plan_{name}": value for name, value in dataclasses.asdict(machine).items()} | {"speeds_file": path}
-    pairs = (
-        ("GB/s over the link", min(machine.h2d_bytes, machine.d2h_bytes), link_bytes),
-        ("G parameters/s of AdamW", machine.host_step_parameters / SHARE_IN_A_STEP, step_parameters),
-    )
+def plan_finding(plan: Machine, now: Machine, path: str, count: int) -> Finding:
+    """Whether the speeds that the plan goes by still hold. ``count`` is that of the measurements in the file at ``path``, 0
+    if none could be kept."""
+    values = {f"plan_{name}": value for name, value in dataclasses.asdict(plan).items()} | {"speeds_file": path}
+    kinds: dict[str, Callable[[Machine], float]] = {
+        "GB/s over the link": lambda at: min(at.h2d_bytes, at.d2h_bytes),
+        "G parameters/s of AdamW": lambda at: at.host_step_parameters / SHARE_IN_A_STEP,
+    }
     changed = [
-        f"{then / 1e9:.1f} {what}, {now / 1e9:.1f} were measured now"
-        for what, then, now in pairs
-        if not _SAME_SPEED < now / then < 1 / _SAME_SPEED
+        f"{speed(plan) / 1e9:.1f} {kind}, {speed(now) / 1e9:.1f} were measured now"
+        for kind, speed in kinds.items()
+        if not _SAME_SPEED < speed(now) / speed(plan) < 1 / _SAME_SPEED
     ]
     if changed:
         text = f"the plan goes by {'; by '.join(changed)}"
@@ -380,17 +317,19 @@ def plan_finding(machine: Machine, link_bytes: float, step_parameters: float, pa
     return Finding("plan's speeds", "ok", text, values=values)
 
 
-def gpu(device: torch.device | None, error: Exception | None) -> list[Finding]:
-    """The GPU and its free memory; ``error`` says why one that is there can't be used."""
-    if error is not None:  # busy in exclusive mode, its fabric down
-        text = f"it can't be used: {str(error).splitlines()[0]}"
-        return [Finding("GPU", "broken", text, "check nvidia-smi: compute mode, fabric manager, driver", {"gpu": None})]
-    if device is None:
+def gpu() -> list[Finding]:
+    """The GPU and its free memory, or why it can't be used."""
+    if not torch.cuda.is_available():
         text = "none that torch can use: training runs on the CPU, as a stand-in for trying things out"
         remedy = "for a GPU: check nvidia-smi, CUDA_VISIBLE_DEVICES, and in a container --gpus all"
         if torch.version.cuda is None:
             remedy = f"for a GPU: install a torch with CUDA; this one ({torch.__version__}) is built without"
         return [Finding("GPU", "note", text, remedy, {"gpu": None})]
+    try:
+        device = torch.cuda.current_device()
+    except RuntimeError as error:  # busy in exclusive mode, its fabric down
+        text = f"it can't be used: {str(error).splitlines()[0]}"
+        return [Finding("GPU", "broken", text, "check nvidia-smi: compute mode, fabric manager, driver", {"gpu": None})]
     free, total = torch.cuda.mem_get_info(device)
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     values: dict[str, Value] = {"gpu": name, "gpu_gib": total / GIB, "gpu_free_gib": free / GIB}

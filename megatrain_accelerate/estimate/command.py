@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
             for line in report.table(one) if one else report.ladder_table(shown):
                 print(line, flush=True)
         if options.plot is not None:
-            (report.plot if one else report.ladder_plot)(list(drawn), options.plot)
+            report.plot(list(drawn), options.plot)
         return 0 if any(found.fits for found in asked) else 1
     finally:
         gc.enable()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -11,10 +10,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
-
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import ConfigError, MegatrainError
+from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.estimate import USUAL_LENGTH
 from megatrain_accelerate.estimate.forecast import Forecast, Forecaster
 from megatrain_accelerate.estimate.machine_description import describe_machine
@@ -22,7 +19,6 @@ from megatrain_accelerate.estimate.meta_engine import PositionTable, load_config
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
 from megatrain_accelerate.plan.fake_runs import replaced
 
-logger = logging.getLogger(__name__)
 _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 MOST_BATCH = 1 << 14
@@ -38,13 +34,20 @@ _MOST_ROWS = 7
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """What fits at most, where every layer streams and is recomputed, and inputs leave as far as the host has room: sequences
-    of the estimate's length, tokens of a single one, and the step on that. ``is_least``: more wasn't tried."""
+    of the estimate's length, tokens of a single one, and the step on that."""
 
     batch: int
     context: int
     longest: Forecast | None
-    batch_is_least: bool = False
-    context_is_least: bool = False
+
+    @property
+    def batch_is_least(self) -> bool:
+        """Whether more wasn't tried."""
+        return self.batch == MOST_BATCH
+
+    @property
+    def context_is_least(self) -> bool:
+        return self.context == MOST_TOKENS
 
 
 class Estimate:
@@ -86,32 +89,21 @@ class Estimate:
 
     def rows(self) -> Iterator[Forecast]:
         """The steps on each batch. The first doesn't wait for the limits."""
-        with _without_data(self.forecaster.model, self.length):
-            yield self._forecast(self.batches[0] if self.batches else 1, self.length)
-            for batch in (self.batches or _batches(self.limits.batch if self.limits else 1))[1:]:
-                yield self._forecast(batch, self.length)
+        yield self._forecast(self.batches[0] if self.batches else 1, self.length)
+        for batch in (self.batches or _batches(self.limits.batch if self.limits else 1))[1:]:
+            yield self._forecast(batch, self.length)
 
     @functools.cached_property
     def least_gpu_bytes(self) -> int:
         """GPU memory of one sequence where it takes the least."""
-        with _without_data(self.forecaster.model, self.length):
-            return self.forecaster.least_gpu_bytes(1, self.length)
-
-    @functools.cached_property
-    def token_gpu_bytes(self) -> int | None:
-        """The same of a sequence of a single token; None if the GPU has room for the longer one."""
-        if self.least_gpu_bytes <= self.machine.gpu_bytes:
-            return None
-        with _without_data(self.forecaster.model, self.length):
-            return self.forecaster.least_gpu_bytes(1, 1)
+        return self.forecaster.least_gpu_bytes(1, self.length)
 
     @functools.cached_property
     def limits(self) -> Limits | None:
         """None if they weren't asked for."""
         if not self._has_limits:
             return None
-        with _without_data(self.forecaster.model, self.length):
-            return find_limits(self.forecaster, self.machine.gpu_bytes, self.length, self.table)
+        return find_limits(self.forecaster, self.machine.gpu_bytes, self.length, self.table)
 
     @property
     def fits(self) -> bool:
@@ -121,20 +113,6 @@ class Estimate:
     @property
     def missing_host_bytes(self) -> int:
         return self.forecaster.host_store_bytes - self.forecaster.host_bytes
-
-
-@contextlib.contextmanager
-def _without_data(model: nn.Module, length: int) -> Iterator[None]:
-    """Says which length the model failed at, and what to do."""
-    try:
-        yield
-    except MegatrainError:
-        raise
-    except Exception as error:  # the model's own code, on tensors without data
-        raise ConfigError(
-            f"{type(model).__name__} can't be run without data on token ids of {length:,} tokens and labels of the same "
-            f"shape ({type(error).__name__}: {error}); name a language model, or another --length"
-        ) from error
 
 
 def find_limits(forecaster: Forecaster, gpu_bytes: int, length: int, table: PositionTable | None) -> Limits:
@@ -147,18 +125,14 @@ def find_limits(forecaster: Forecaster, gpu_bytes: int, length: int, table: Posi
         try:
             with replaced(_TORCH_LOG, "disabled", tokens > length):  # it prints a traceback of what fails
                 return forecaster.least_gpu_bytes(1, tokens)
-        except MegatrainError:
-            raise
-        except Exception as error:  # the model's own code: it may take no longer sequences
+        except ConfigError:  # the model's own code may take no longer sequences
             if tokens <= length:
                 raise
-            logger.debug("%s tokens are too many for the model's code: %s", tokens, error)
             return sys.maxsize
 
     batch = largest(lambda count: forecaster.least_gpu_bytes(count, length), gpu_bytes, MOST_BATCH, _TOLERANCE)
     context = longest_context(needs_of_one, gpu_bytes, most_tokens)
-    longest = forecaster.forecast(1, context) if context else None
-    return Limits(batch, context, longest, batch_is_least=batch == MOST_BATCH, context_is_least=context == MOST_TOKENS)
+    return Limits(batch, context, forecaster.forecast(1, context) if context else None)
 
 
 def longest_context(needs: Callable[[int], int], budget: int, most: int) -> int:
@@ -174,30 +148,21 @@ def longest_context(needs: Callable[[int], int], budget: int, most: int) -> int:
 
 def largest(needs: Callable[[int], int], budget: int, most: int, tolerance: float = 0.0) -> int:
     """The largest number from 1 to ``most`` whose need is within the budget; 0 if that of 1 isn't. Needs grow with the
-    number, nearly in proportion for most models, so that the next to be tried is interpolated: each is a run without data.
-    The result may be too small by the share ``tolerance``."""
-    low, low_needs = 1, needs(1)
-    if low_needs > budget or most == 1:
-        return int(low_needs <= budget)
-    high = 2
-    while (high_needs := needs(high)) <= budget:
-        if high == most:
-            return most
-        slope = (high_needs - low_needs) / (high - low)
-        low, low_needs = high, high_needs
-        further = low + int((budget - low_needs) / slope) + 1 if slope > 0 else most
-        high = min(most, max(further, low + 1))
-    interpolates = True
-    while high - low > max(1, int(tolerance * low)):
-        guess = low + int((high - low) * (budget - low_needs) / (high_needs - low_needs))
-        middle = min(max(guess, low + 1), high - 1) if interpolates else (low + high) // 2
-        before, taken = high - low, needs(middle)
-        if taken <= budget:
-            low, low_needs = middle, taken
+    number, nearly in proportion for most models, so that the next to be tried lies on a line through the last two: each is a
+    run without data. The result may be too small by the share ``tolerance``."""
+    low, high, tried, bisects = 0, most + 1, 1, False
+    below = above = (0, 0)
+    while high - low > (1 if high > most else max(1, int(tolerance * low))):
+        before, found = high - low, (tried, needs(tried))
+        if found[1] <= budget:
+            other, below, low = (above if high <= most else below), found, tried
         else:
-            high, high_needs = middle, taken
+            other, above, high = found, found, tried
+        slope = (other[1] - below[1]) / (other[0] - below[0])
+        guess = low + (int((budget - below[1]) / slope) if slope > 0 else most) + (high > most)
         # Where needs bend, a line between the two ends moves one of them by little.
-        interpolates = 2 * (high - low) <= before
+        bisects = not bisects and high <= most and 2 * (high - low) > before
+        tried = (low + high) // 2 if bisects else min(max(guess, low + 1), high - 1)
     return low
 
 

@@ -1,4 +1,4 @@
-"""The forecast of a training step: the plan's own search on outlines that are run without data, or interpolated."""
+"""The forecast of a training step: the plan's own search on outlines that are run without data."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.estimate.layer_costs import OUTSIDE, WithoutAttentionDropout, between, with_times
+from megatrain_accelerate.errors import ConfigError, MegatrainError, UnsupportedError
+from megatrain_accelerate.estimate.layer_costs import OUTSIDE, WithoutAttentionDropout, with_times
 from megatrain_accelerate.estimate.machine_description import MachineDescription
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_after_backward
@@ -36,11 +36,6 @@ CPU = torch.device("cpu")
 _FEW_TOKENS = 8
 """Of a sequence on which the model is run to see what its loss is."""
 
-_RUN_SEQUENCES, RUN_TOKENS, _RUN_TILES = 4, 8192, 16
-"""A batch of so many sequences, or so many tokens or tiles, or less is run, and so is any power of two; what lies between two
-of these is interpolated. Of one sequence, tensors may be laid out otherwise; the loss of few tokens isn't made by tiles; of a
-few tiles, one tile is most of what is alive."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
@@ -54,9 +49,8 @@ class Forecast:
     candidate: Candidate
     gpu_bytes: int
     host_bytes: int
-    kept_bytes: int
-    """Activations that stay on the GPU, and those that go to the host."""
     offloaded_bytes: int
+    """Activations that go to the host."""
     fits: bool
     joined: bool
     """Whether the micro-batches run as one batch (``join_micro_batches``)."""
@@ -122,8 +116,7 @@ class Forecaster:
         takes_count = bool(getattr(self.model, "accepts_loss_kwargs", takes_any))
         if self.engine.ranks > 1 or not takes_count or what_sees_a_batch(self.model) is not None:
             return False
-        with standing_for_a_gpu(), self._attention:
-            return self._run(1, _FEW_TOKENS, num_items_in_batch=torch.tensor(_FEW_TOKENS)).sums_loss
+        return self._run(1, _FEW_TOKENS, num_items_in_batch=torch.tensor(_FEW_TOKENS)).sums_loss
 
     def least_gpu_bytes(self, batch: int, length: int) -> int:
         """GPU memory of a step on ``batch`` sequences of ``length`` tokens that takes the least."""
@@ -148,8 +141,8 @@ class Forecaster:
 
     def forecast(self, batch: int, length: int) -> Forecast:
         """The fastest step on ``batch`` sequences of ``length`` tokens; the leanest where nothing fits. Several micro-batches
-        run as one batch where the Trainer's would (``integrations/joined_batches.py``). Raises whatever the model raises when
-        it looks at data, or at a length that it doesn't take."""
+        run as one batch where the Trainer's would (``integrations/joined_batches.py``). A ConfigError if the
+        model looks at data, or doesn't take the length."""
         outline, apart = self.fastest(batch, length)
         # A batch that can't be cut stays in its micro-batches.
         if self._may_join:
@@ -164,7 +157,6 @@ class Forecaster:
         self, batch: int, length: int, outline: StepOutline, found: Candidate | None, joined: bool = False
     ) -> Forecast:
         chosen = found or self.plan.leanest(outline)
-        kept = [event.kind for event in outline.forward_calls if event.layer in chosen.placement.kept]
         sent = sum(sent_bytes(outline, chosen.placement))
         # All units are adopted on the host; then some move, and activations take their place.
         moved = self.plan.model_sizes().moved_bytes(chosen.placement)
@@ -176,7 +168,6 @@ class Forecaster:
             candidate=chosen,
             gpu_bytes=self.plan.fixed_bytes(outline) + chosen.peak_bytes,
             host_bytes=self.host_store_bytes + self.engine.gpus * max(0, sent - moved),
-            kept_bytes=sum(outline.profiles[kind].kept_bytes for kind in kept),
             offloaded_bytes=sent,
             fits=found is not None and self.host_store_bytes <= self.host_bytes,
             joined=joined,
@@ -189,27 +180,11 @@ class Forecaster:
         return WayChoice(self.engine.runtime, self.config, batch, outline, self.plan.search_for).best()
 
     def _outline(self, batch: int, length: int) -> StepOutline:
-        """By the way that the runtime has now, with reckoned times: run, or interpolated between two batches that are run."""
-        runtime = self.engine.runtime
-        most = max(_RUN_SEQUENCES, -(-max(RUN_TOKENS, _RUN_TILES * runtime.token_tile) // length))
-        power, pieces = 1 << (batch.bit_length() - 1), runtime.batch_cut.size
-        if batch <= most or batch == power or (pieces is not None and 2 * power > pieces):
-            return self._run_once(batch, length)
-        few, many, times = self._run_once(power, length), self._run_once(2 * power, length), batch / power
-        outline = between(few, many, times)
-        # Kinds are numbers, and each batch has its own.
-        kinds = {like.kind: at.kind for like, at in zip(few.events, many.events, strict=True)}
-        events = [dataclasses.replace(at, kind=like.kind) for at, like in zip(outline.events, many.events, strict=True)]
-        profiles = {at: between(few.profiles[like], many.profiles[at], times) for like, at in kinds.items()}
-        return dataclasses.replace(outline, events=tuple(events), profiles=profiles)
-
-    def _run_once(self, batch: int, length: int) -> StepOutline:
-        """The outline of the step, run once for each way."""
+        """The outline of the step by the way that the runtime has now, with reckoned times, run once for each way."""
         cut = self.engine.runtime.batch_cut
         key = (batch, length, self.engine.runtime.token_tile, cut.asked, cut.chosen)
         if key not in self._outlines:
-            with standing_for_a_gpu(), self._attention:
-                outline = self._run(batch, length)
+            outline = self._run(batch, length)
             outside_seconds = outside_seconds_of(outline, self.machine) / OUTSIDE
             self._outlines[key] = dataclasses.replace(outline, outside_seconds=outside_seconds)
         return self._outlines[key]
@@ -217,7 +192,16 @@ class Forecaster:
     def _run(self, batch: int, length: int, **more: torch.Tensor) -> StepOutline:
         ids = torch.zeros((batch, length), dtype=torch.long)
         inputs = {"input_ids": ids, "labels": ids, **more}
-        return outline_step(self.model, self.engine.runtime, inputs, CPU, self._with_times)
+        try:
+            with standing_for_a_gpu(), self._attention:
+                return outline_step(self.model, self.engine.runtime, inputs, CPU, self._with_times)
+        except MegatrainError:
+            raise
+        except Exception as error:  # the model's own code, on tensors without data
+            raise ConfigError(
+                f"{type(self.model).__name__} can't be run without data on token ids of {length:,} tokens and labels of the "
+                f"same shape ({type(error).__name__}: {error}); name a language model, or another --length"
+            ) from error
 
     def _with_times(self, layer: StreamedLayer, profile: LayerProfile, saved: SavedInForward) -> LayerProfile:
         runtime = self.engine.runtime

@@ -81,19 +81,3 @@ def with_times(profile: LayerProfile, saved: SavedInForward, compiles: bool, mac
         recomputed_bytes=max(forward_bytes, kept_bytes + backward_bytes),
         recompute_seconds=seconds(saved.costs),
     )
-
-
-def between(once: Any, twice: Any, times: float) -> Any:
-    """What ``times`` the sequences of ``once`` cost: linear, through ``once`` and ``twice``, which is of two times as many.
-    Both are dataclasses, tuples and numbers of one structure; what is no number is taken from ``twice``."""
-    if dataclasses.is_dataclass(twice) and not isinstance(twice, type):
-        names = [field.name for field in dataclasses.fields(twice) if field.init]
-        return dataclasses.replace(
-            twice, **{name: between(getattr(once, name), getattr(twice, name), times) for name in names}
-        )
-    if isinstance(twice, tuple):
-        return tuple(between(first, second, times) for first, second in zip(once, twice, strict=True))
-    if isinstance(twice, bool) or not isinstance(twice, (int, float)):
-        return twice
-    on_the_line = once + (twice - once) * (times - 1)
-    return round(on_the_line) if isinstance(twice, int) else on_the_line

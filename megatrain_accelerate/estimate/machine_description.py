@@ -10,7 +10,6 @@ import dataclasses
 import math
 import re
 from argparse import Namespace
-from collections.abc import Iterator
 
 import psutil
 import torch
@@ -65,8 +64,6 @@ class KnownGpu:
     host_cores: int = 16
     sustained_flops: float | None = None
     """Of large bf16 products in a training, at the GPU's power limit; None where no training was measured."""
-    shares_memory: bool = False
-    """Whether GPU and host have one memory. A quarter of it is the GPU's unless the options say otherwise."""
     peer_bytes: float | None = None
     """A second each way to other GPUs, by NVLink; None where that goes over the link to the host."""
 
@@ -76,7 +73,6 @@ KNOWN_GPUS = (
     KnownGpu("H200", 139.8, 989.4e12, 4.8e12, sustained_flops=716e12, peer_bytes=450e9),
     KnownGpu("H100", 79.2, 989.4e12, 3.35e12, peer_bytes=450e9),
     KnownGpu("GH200", 94.5, 989.4e12, 4.0e12, NVLINK_C2C, GRACE_DRAM, 72, peer_bytes=450e9),
-    KnownGpu("GB10", 119.6, 125e12, 0.273e12, 100e9, 200e9, 20, shares_memory=True),
     KnownGpu("A100-80", 79.2, 312e12, 2.039e12, PCIE4, peer_bytes=300e9),
     KnownGpu("A100-40", 39.4, 312e12, 1.555e12, PCIE4, peer_bytes=300e9),
     KnownGpu("L40S", 44.4, 362e12, 0.864e12, PCIE4),
@@ -192,25 +188,14 @@ def _this_machine(options: Namespace, config: MegatrainConfig) -> MachineDescrip
         machine = measured_machine(device, kernels)
     free, total = torch.cuda.mem_get_info(device)
     name = torch.cuda.get_device_name(device)
-    sustained = at_the_power_limit(machine, name)
-    changed = _changed(sustained, options)
-    notes = ["speeds as measured on this machine" + ", by one process" * (options.gpus > 1)]
-    if changed != sustained:
-        notes.append("some of them as the options say")
-    if sustained != machine:
-        notes.append(
-            f"products reached {machine.device_flops / 1e12:.0f} TFLOPS for a few ms, more than a training keeps up at "
-            "this GPU's power limit"
-        )
-    if options.gpu_memory_bytes is not None:
-        notes.append(f"GPU memory as the option says; it has {total / GIB:.1f} GiB")
+    by_one = ", by one process" * (options.gpus > 1)
     return MachineDescription(
         gpu=name,
-        machine=changed,
+        machine=_changed(at_the_power_limit(machine, name), options),
         gpu_bytes=int(USABLE_SHARE_OF_DEVICE * (options.gpu_memory_bytes or free)),
         gpu_total_bytes=options.gpu_memory_bytes or total,
         host_bytes=options.host_memory_bytes or available_host_bytes() + psutil.Process().memory_info().rss,
-        notes=notes,
+        notes=[f"speeds that no option names are as measured on this machine{by_one}"],
     )
 
 
@@ -240,26 +225,13 @@ def _described(options: Namespace, config: MegatrainConfig) -> MachineDescriptio
             "--gpu-memory, --tflops, --gpu-bandwidth and --link, without --gpu"
         )
     gpus = options.gpus
-    if gpu.shares_memory and gpus > 1:
-        raise ConfigError(
-            f"--gpus is {gpus}, and the memory that {gpu.name} shares with its host is that of one GPU; leave it out"
-        )
     sockets = {DESKTOP_DRAM: 1, GRACE_DRAM: gpus}.get(gpu.host_dram_bytes, -(-gpus // GPUS_OF_A_SOCKET))
     dram_bytes = sockets * gpu.host_dram_bytes
     # Copies to all GPUs together are no faster than the memory that they read.
     link_bytes = min(gpu.link_bytes, dram_bytes / (gpus * H2D_SHARE))
     gpu = dataclasses.replace(gpu, host_dram_bytes=dram_bytes, link_bytes=link_bytes)
     cores = options.cores or gpu.host_cores * (gpus if options.gpu else 1)
-    whole = int(gpu.memory_gib * GIB)
-    total = options.gpu_memory_bytes or (whole // 4 if gpu.shares_memory else whole)
-    host_bytes = options.host_memory_bytes
-    if gpu.shares_memory:
-        host_bytes = host_bytes or whole - total
-        if total + host_bytes > whole:
-            raise ConfigError(
-                f"--gpu-memory {total / GIB:.1f} and --host-memory {host_bytes / GIB:.1f} GiB are more than the "
-                f"{gpu.memory_gib:.1f} GiB that {gpu.name} has for both; lower one of the two"
-            )
+    total = options.gpu_memory_bytes or int(gpu.memory_gib * GIB)
     if total <= CONTEXT_BYTES:
         raise ConfigError(
             f"--gpu-memory {total / GIB:.2f} GiB leaves nothing beside the CUDA context's {CONTEXT_BYTES / GIB:.1f} GiB; "
@@ -276,32 +248,20 @@ def _described(options: Namespace, config: MegatrainConfig) -> MachineDescriptio
         d2h_share_in_step=D2H_SHARE_IN_STEP,
         step_share_beside_copies=STEP_SHARE_BESIDE_COPIES,
     )
+    notes = []
+    if None in (options.dense_flops, options.device_bytes, options.link_bytes):
+        notes.append("speeds that no option names are reckoned from public figures, by what one H200 reaches of its own")
+    if options.host_step_parameters is None:
+        at_work = "" if config.host_threads is None else f", host_threads {config.host_threads}"
+        notes.append(f"host step reckoned from {cores} cores{at_work} and {gpu.host_dram_bytes / GB:.0f} GB/s of DRAM")
     return MachineDescription(
         gpu=gpu.name,
         machine=_changed(machine, options),
         gpu_bytes=int(USABLE_SHARE_OF_DEVICE * (total - CONTEXT_BYTES)),
         gpu_total_bytes=total,
-        host_bytes=host_bytes,
-        notes=list(_notes(gpu, options, cores, config)),
+        host_bytes=options.host_memory_bytes,
+        notes=notes,
     )
-
-
-def _notes(gpu: KnownGpu, options: Namespace, cores: int, config: MegatrainConfig) -> Iterator[str]:
-    """Where the speeds are from: those that no option names are reckoned."""
-    speeds = {
-        "products": (options.dense_flops, f"{DENSE_SHARE:.0%} of {gpu.dense_flops / 1e12:.0f} dense bf16 TFLOPS"),
-        "GPU memory": (options.device_bytes, f"{MEMORY_SHARE:.0%} of {gpu.memory_bytes / 1e12:.2f} TB/s"),
-        "link": (options.link_bytes, f"{H2D_SHARE:.0%} of {gpu.link_bytes / GB:.0f} GB/s each way"),
-        "host step": (options.host_step_parameters, ""),  # of which a note of its own says how it is reckoned
-    }
-    named = [name for name, (given, _) in speeds.items() if given is not None]
-    if shares := [share for given, share in speeds.values() if share and given is None]:
-        yield f"sustained speeds reckoned from public figures by what one H200 reaches of its own: {', '.join(shares)}"
-    if named:
-        yield f"{', '.join(named)} as the options say"
-    if options.host_step_parameters is None:
-        at_work = "" if config.host_threads is None else f", host_threads {config.host_threads}"
-        yield f"host step reckoned from {cores} cores{at_work} and {gpu.host_dram_bytes / GB:.0f} GB/s of DRAM"
 
 
 def _unknown_gpu(options: Namespace) -> KnownGpu:

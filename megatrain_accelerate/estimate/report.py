@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -146,12 +147,15 @@ def _verdict(estimate: Estimate) -> list[str]:
     if estimate.fits:
         return []
     planned = estimate.machine.gpu_bytes
-    what, needed, why = f"one sequence of {estimate.length:,} tokens", estimate.least_gpu_bytes, "; shorten it"
-    if estimate.token_gpu_bytes is not None and estimate.token_gpu_bytes > planned:
-        what, needed = "a single token", estimate.token_gpu_bytes
-        why = ", for what lives outside the layers and the slots of streamed ones; take a GPU with more"
-    more, there = f"{(needed - planned) / GIB:,.1f} GiB", f"{planned / GIB:,.1f} GiB of GPU memory"
-    return [f"It doesn't fit: {what} takes {more} more than the {there} that are planned with{why}"]
+    more, there = f"{(estimate.least_gpu_bytes - planned) / GIB:,.1f} GiB", f"{planned / GIB:,.1f} GiB of GPU memory"
+    is_hopeless = estimate.limits is not None and estimate.limits.context == 0
+    remedy = (
+        "take a GPU with more: a single token doesn't fit either" if is_hopeless else "shorten it, or take a GPU with more"
+    )
+    return [
+        f"It doesn't fit: one sequence of {estimate.length:,} tokens takes {more} more than the {there} that are planned "
+        f"with; {remedy}"
+    ]
 
 
 def _missing_host(estimate: Estimate) -> str:
@@ -174,7 +178,7 @@ def _other_tools(estimate: Estimate) -> dict[str, Any]:
 
 def as_json(estimate: Estimate) -> dict[str, Any]:
     """The estimate as plain data; units are in the names."""
-    machine, limits, token_bytes = estimate.machine, estimate.limits, estimate.token_gpu_bytes
+    machine, limits = estimate.machine, estimate.limits
     forecaster, runtime = estimate.forecaster, estimate.forecaster.engine.runtime
     return {
         "model": estimate.model,
@@ -198,7 +202,6 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         "host_needed_gib": forecaster.host_store_bytes / GIB,
         "host_memory_gib": None if machine.host_bytes is None else forecaster.host_bytes / GIB,
         "gpu_least_gib": estimate.least_gpu_bytes / GIB,
-        "gpu_token_gib": None if token_bytes is None else token_bytes / GIB,
         "fits": estimate.fits,
         "length": estimate.length,
         "limits": limits
@@ -227,7 +230,6 @@ def _row_as_json(row: Forecast) -> dict[str, Any]:
         "layers_kept": len(placement.kept),
         "layers_offloaded": len(placement.offloaded),
         "outside_on_gpu": placement.groups_on_device,
-        "kept_gib": row.kept_bytes / GIB,
         "offloaded_gib": row.offloaded_bytes / GIB,
         "bound_by": time.bound_by,
         "busy_seconds": {
@@ -241,21 +243,24 @@ def ladder_table(estimates: Iterable[Estimate]) -> Iterator[str]:
     """A line for each model, as soon as its batches are known."""
     gpus, some_are_missing = 0, False
     for estimate in estimates:
+        machine, forecaster, host = estimate.machine, estimate.forecaster, "as much as is needed"
         if not gpus:
-            yield from _machine_facts(estimate.machine)
-            host_bytes = estimate.machine.host_bytes
-            yield _fact("host memory", "as much as is needed" if host_bytes is None else f"{host_bytes / GIB:,.1f} GiB")
+            gpus = machine.all_gpus
+            yield from _machine_facts(machine)
+            yield _fact("host memory", host if machine.host_bytes is None else f"{machine.host_bytes / GIB:,.1f} GiB")
             yield ""
             titles = [f"{batch:,} x {estimate.length:,}" for batch in estimate.batches]
-            gpus = estimate.machine.all_gpus
-            yield _ladder_line("model", "parameters", "host, GiB", "stock, GPU GiB" if gpus == 1 else "FSDP2, GPU GiB", titles)
+            stock = "stock, GPU GiB" if gpus == 1 else "FSDP2, GPU GiB"
+            yield _ladder_line("model", "parameters", "host, GiB", stock, *titles)
         if estimate.missing_host_bytes > 0:
             some_are_missing, cells = True, [f"{_missing_host(estimate)} are missing"]
         else:
             speeds = ((f"{row.tokens_per_second:,.0f} ({row.gpu_bytes / GIB:.1f})", row.fits) for row in estimate.rows())
             cells = [text if fits else "-" for text, fits in speeds]
-        parameters, host_bytes = estimate.forecaster.parameters, estimate.forecaster.host_store_bytes
-        yield _ladder_line(estimate.model, f"{parameters / 1e9:.2f} G", f"{host_bytes / GIB:,.1f}", _stock(estimate), cells)
+        stock_bytes = _stock_bytes(estimate)
+        stock = f"{stock_bytes / GIB:,.1f}" + ", doesn't fit" * (stock_bytes > machine.gpu_bytes)
+        sizes = (f"{forecaster.parameters / 1e9:.2f} G", f"{forecaster.host_store_bytes / GIB:,.1f}", stock)
+        yield _ladder_line(estimate.model, *sizes, *cells)
     yield ""
     if gpus == 1:
         yield "sequences x tokens: tokens/s, and GiB of the GPU in parentheses"
@@ -268,7 +273,7 @@ def ladder_table(estimates: Iterable[Estimate]) -> Iterator[str]:
         yield "with a model's name megatrain estimate says which settings take less host memory"
 
 
-def _ladder_line(model: str, parameters: str, host: str, stock: str, cells: Sequence[str]) -> str:
+def _ladder_line(model: str, parameters: str, host: str, stock: str, *cells: str) -> str:
     return "  ".join((f"{model:<15}", f"{parameters:>10}", f"{host:>9}", f"{stock:>17}", *map("{:>15}".format, cells)))
 
 
@@ -277,66 +282,31 @@ def _stock_bytes(estimate: Estimate) -> float:
     return STOCK_BYTES * estimate.forecaster.parameters / estimate.machine.all_gpus
 
 
-def _stock(estimate: Estimate) -> str:
-    needed_bytes = _stock_bytes(estimate)
-    return f"{needed_bytes / GIB:,.1f}" + (", doesn't fit" if needed_bytes > estimate.machine.gpu_bytes else "")
-
-
-def ladder_plot(estimates: Sequence[Estimate], path: Path) -> None:
-    """Draws the table: a coloured cell for each model and batch that fits; raises as :func:`plot` does."""
-    figure = empty_figure((9, 1.2 + 0.4 * len(estimates)), "--plot", "take --json")
-    axes = figure.add_subplot()
-    first, labels = estimates[0], []
-    for line, estimate in enumerate(estimates):
-        fits = estimate.missing_host_bytes <= 0
-        labels.append(f"{estimate.model}: host {estimate.forecaster.host_store_bytes / GIB:,.0f} GiB")
-        for column, row in enumerate(estimate.rows() if fits else ()):
-            if row.fits:
-                axes.barh(line, 0.97, 0.9, left=column - 0.485, color="#9fc9f2")
-                text = f"{row.tokens_per_second:,.0f} tokens/s, GPU {row.gpu_bytes / GIB:.0f} GiB"
-                axes.text(column, line, text, ha="center", va="center", fontsize=8)
-        if not fits:
-            axes.text(-0.45, line, f"{_missing_host(estimate)} are missing", va="center", fontsize=8, color="#8a8a8a")
-        axes.text(len(first.batches) - 0.4, line, _stock(estimate), va="center", fontsize=8)
-    tool = "stock Trainer's states, GiB" if first.machine.all_gpus == 1 else "FSDP2's states, GiB a GPU"
-    axes.text(len(first.batches) - 0.4, -0.75, tool, fontsize=8)
-    axes.set_yticks(range(len(labels)), labels)
-    axes.set_xticks(range(len(first.batches)), [f"{batch:,} x {first.length:,} tokens a step" for batch in first.batches])
-    axes.xaxis.tick_top()
-    axes.set_xlim(-0.5, len(first.batches) + 0.3)
-    axes.set_ylim(len(labels) - 0.5, -0.5)
-    host_bytes = first.machine.host_bytes
-    host = "as much host memory as is needed" if host_bytes is None else f"{host_bytes / GIB:,.0f} GiB of host memory"
-    axes.set_title(f"What trains on {first.machine.gpus_text} with {host}, predicted", fontsize=10)
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0, labelsize=8)
-    _save(figure, path)
-
-
 def plot(estimates: Sequence[Estimate], path: Path) -> None:
-    """Draws tokens a second of the only estimate against the batch; the path's suffix names the picture's format. An
-    UnsupportedError if matplotlib isn't installed, a ConfigError if nothing can be written there, or not in that format."""
-    (estimate,) = estimates
-    figure = empty_figure((8, 5), "--plot", "take --json")
-    axes = figure.add_subplot()
-    rows = sorted(estimate.rows(), key=lambda row: row.batch)
-    for place, row in enumerate(rows):
-        axes.bar(place, row.tokens_per_second, color="#9fc9f2" if row.fits else "#e4e4e4")
-        text = f"{row.tokens_per_second:,.0f}\n{row.gpu_bytes / GIB:.0f} GiB\n{row.candidate.time.bound_by}"
-        text += "" if row.fits else "\ndoesn't fit"
-        axes.text(place, row.tokens_per_second, text, ha="center", va="bottom", fontsize=8)
-    axes.set_xticks(range(len(rows)), [f"{row.batch:,}" for row in rows])
-    axes.margins(y=0.2)
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel(f"sequences of {estimate.length:,} tokens in a batch")
-    axes.set_ylabel("tokens a second")
-    # Of a model in a folder its name, and no path of this machine.
-    model = Path(estimate.model.removesuffix("/config.json")).name
-    axes.set_title(f"{model} on {estimate.machine.gpus_text}, predicted: speed, GPU memory, what bounds a step", fontsize=9)
-    _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> None:
+    """Draws tokens a second against the batch, of each model whose states have room; the path's suffix names the picture's
+    format. An UnsupportedError if matplotlib isn't installed, a ConfigError if nothing can be written there, or not in that
+    format."""
+    estimates = [estimate for estimate in estimates if estimate.missing_host_bytes <= 0] or estimates[:1]
+    columns = math.ceil(len(estimates) ** 0.5)
+    lines = math.ceil(len(estimates) / columns)
+    figure = empty_figure((3 + 5 * columns, 1 + 4 * lines), "--plot", "take --json")
+    figure.suptitle("Predicted: tokens a second, GPU memory, what bounds a step", fontsize=10)
+    for place, estimate in enumerate(estimates, 1):
+        axes = figure.add_subplot(lines, columns, place)
+        # Of a model in a folder its name, and no path of this machine.
+        name = Path(estimate.model.removesuffix("/config.json")).name
+        host = f"{estimate.forecaster.host_store_bytes / GIB:,.1f} GiB of host memory"
+        axes.set_title(f"{name} on {estimate.machine.gpus_text}, {host}", fontsize=9)
+        rows = sorted(estimate.rows(), key=lambda row: row.batch)
+        for bar, row in enumerate(rows):
+            axes.bar(bar, row.tokens_per_second, color="#9fc9f2" if row.fits else "#e4e4e4")
+            text = f"{row.tokens_per_second:,.0f} tokens/s\n{row.gpu_bytes / GIB:.0f} GiB\n{row.candidate.time.bound_by}"
+            text += "" if row.fits else "\ndoesn't fit"
+            axes.text(bar, row.tokens_per_second, text, ha="center", va="bottom", fontsize=8)
+        axes.set_xticks(range(len(rows)), [f"{row.batch:,}" for row in rows])
+        axes.margins(y=0.25)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel(f"sequences of {estimate.length:,} tokens in a batch", fontsize=8)
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:

@@ -148,9 +148,7 @@ def keep_speeds(path: Path, measured: Sequence[Machine]) -> None:
         os.replace(file.name, path)
 
 
-def seconds_of(
-    device: torch.device, work: Callable[[], object], chosen: Callable[[list[float]], float] = statistics.median
-) -> float:
+def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
     """The median of a few rounds after one that doesn't count, since it touches memory and loads kernels."""
     rounds = []
     for _ in range(_ROUNDS + 1):
@@ -161,7 +159,7 @@ def seconds_of(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         rounds.append(time.perf_counter() - start)
-    return chosen(rounds[1:])
+    return statistics.median(rounds[1:])
 
 
 def measure(device: torch.device, kernels: HostKernels) -> Machine:

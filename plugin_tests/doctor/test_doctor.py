@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import accelerate
@@ -61,8 +62,10 @@ def test_several_gpus_want_huge_pages_for_what_their_processes_share(
     modes.write_text("always within_size advise never deny force".replace(mode, f"[{mode}]"))
     monkeypatch.setattr(checks, "open_huge_file", lambda: os.open(modes, os.O_RDONLY) if may_mount else None)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: reach or {one, other} != {1, 2})
-    assert checks.several_gpus(1, modes) == []
-    found = only(checks.several_gpus(3, modes))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert checks.several_gpus(modes) == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    found = only(checks.several_gpus(modes))
     assert ("exchange gradients directly" in found.text) is reach
     assert found.state == ("ok" if may_mount or mode == "advise" else "slow")
     assert ("echo advise" in found.remedy) is (found.state == "slow")
@@ -128,7 +131,7 @@ def test_a_gpu_that_cannot_be_used_keeps_training_from_running(monkeypatch: pyte
 
 
 def test_versions_outside_the_tested_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"accelerate": "0.33.1", "transformers": "99.0", "peft": TESTED_VERSIONS["peft"]}
+    versions = {"accelerate": "0.33.1", "transformers": "99.0", "peft": TESTED_VERSIONS["peft"].split()[-1]}
 
     def installed(package: str) -> str:
         if package not in versions:
@@ -159,8 +162,7 @@ def test_versions_are_compared_by_number(monkeypatch: pytest.MonkeyPatch, versio
 
 
 def test_hooks_are_found_in_place() -> None:
-    found = only(checks.hooks())
-    assert (found.state, found.values["hooks"]) == ("ok", True)
+    assert only(checks.hooks()).state == "ok"
 
 
 def test_what_switches_the_plugin_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,32 +210,33 @@ def test_what_compiles_layers_is_looked_for_beside_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert only(checks.compilers()).state == state
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert only(checks.compilers()).state == "ok"
+    assert checks.compilers() == []
 
 
 # ---------------------------------------------------------------- speeds
 
 
 @pytest.mark.parametrize(
-    ("speeds", "state"),
-    [((53e9, 54e9, 100e9), "ok"), ((12e9, 13e9, 25e9), "slow"), ((53e9, 10e9, 60e9), "slow"), ((53e9, 54e9, 55e9), "note")],
+    ("h2d", "d2h", "state"), [(53e9, 54e9, "ok"), (12e9, 13e9, "slow"), (53e9, 10e9, "slow"), (10e9, 53e9, "slow")]
 )
-def test_a_slow_link_is_told_from_one_whose_directions_share(speeds: tuple[float, float, float], state: str) -> None:
-    assert only([checks.link_finding(*speeds)]).state == state
+def test_a_link_that_is_slow_in_one_direction_is_slow(h2d: float, d2h: float, state: str) -> None:
+    now = dataclasses.replace(MACHINE, h2d_bytes=h2d, d2h_bytes=d2h)
+    assert only([checks.link_finding(now)]).state == state
 
 
 def test_a_step_slower_than_its_memory_wants_cores() -> None:
-    fast, slow = (7e9, 200e9, 14), (2e9, 200e9, 3)
-    assert only([checks.host_finding(*fast, True)]).state == "ok"
-    assert "cores" in only([checks.host_finding(*slow, True)]).remedy
-    assert only([checks.host_finding(*slow, False)]).state == "ok"
+    fast, slow = (dataclasses.replace(MACHINE, host_step_parameters=SHARE_IN_A_STEP * speed) for speed in (7e9, 2e9))
+    assert only([checks.host_finding(fast, 200e9, 14, True)]).state == "ok"
+    assert "cores" in only([checks.host_finding(slow, 200e9, 3, True)]).remedy
+    assert only([checks.host_finding(slow, 200e9, 3, False)]).state == "ok"
 
 
 def test_speeds_that_do_not_hold_any_more_are_to_be_measured_anew() -> None:
     def found(link: float, step: float, count: int = 3) -> Finding:
-        return only([checks.plan_finding(MACHINE, link, step, "speeds.json", count)])
+        now = dataclasses.replace(MACHINE, h2d_bytes=link, d2h_bytes=2 * link, host_step_parameters=step)
+        return only([checks.plan_finding(MACHINE, now, "speeds.json", count)])
 
-    alone = MACHINE.host_step_parameters / SHARE_IN_A_STEP
+    alone = MACHINE.host_step_parameters
     assert found(50e9, alone).state == "ok"
     assert "3 in speeds.json" in found(50e9, alone).text
     assert "can't be kept" in found(50e9, alone, count=0).text
@@ -248,21 +251,18 @@ def test_speeds_that_do_not_hold_any_more_are_to_be_measured_anew() -> None:
 
 
 def test_the_hosts_kernels_are_measured_by_what_they_move() -> None:
-    kernels = HostKernels(1)
-    step_parameters, probe_bytes = checks.measure_host(kernels, 1 << 20)
-    kernels.close()
-    # Of an array, not of nothing: a core moves less than a hundred times what a server's whole memory does.
-    assert 1e7 < step_parameters < 1e11
-    assert probe_bytes > 0.5 * checks.STEP_BYTES * step_parameters
+    with contextlib.closing(HostKernels(1)) as kernels:
+        # Of an array, not of nothing: a core moves less than a hundred times what a server's whole memory does.
+        assert 26e7 < checks.measure_sum(kernels, 1 << 20) < 26e11
 
 
 def test_memory_that_the_driver_refuses_keeps_training_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(_: torch.device) -> tuple[float, float, float]:
+    def refuses(*_: object) -> Machine:
         raise HostMemoryError("refused to page-lock")
 
-    monkeypatch.setattr(checks, "measure_link", refuses)
-    found = only(checks.link(torch.device("cuda")))
-    assert found.state == "broken"
+    monkeypatch.setattr(checks, "measure", refuses)
+    found = only(checks.speeds())
+    assert (found.name, found.state) == ("link", "broken")
     assert "memlock=-1" in found.remedy
 
 
@@ -296,11 +296,7 @@ def test_the_exit_status_says_whether_training_can_run(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_machine_without_a_gpu_is_examined_and_told_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    measure: Callable[[HostKernels, int], tuple[float, float]] = checks.measure_host
-    monkeypatch.setattr(checks, "measure_host", lambda kernels, elements: measure(kernels, 1 << 20))
+def test_a_machine_without_a_gpu_is_examined_and_told_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["doctor", "--folder", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     for text in ("none that torch can use", "host kernels", "NUMA", "AdamW", "patches", str(tmp_path)):

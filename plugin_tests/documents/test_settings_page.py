@@ -40,7 +40,7 @@ def test_defaults_of_the_page_are_the_defaults() -> None:
     assert MegatrainConfig.from_mapping(shown) == MegatrainConfig()
 
 
-@pytest.mark.parametrize("key", CHOICES)
+@pytest.mark.parametrize("key", [key for key, values in CHOICES.items() if True not in values])
 def test_it_names_every_value_of_a_setting(key: str) -> None:
     (effect,) = (effect for name, _, effect in ROWS if name == key)
     assert [value for value in CHOICES[key] if f"`{value}`" not in effect] == []

@@ -1,4 +1,4 @@
-"""The parts of an estimate: an engine without memory, counted layers, interpolated outlines, machines, limits."""
+"""The parts of an estimate: an engine without memory, counted layers, machines, limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatrain_accelerate.estimate import machine_description
 from megatrain_accelerate.estimate.command import parse_size
 from megatrain_accelerate.estimate.findings import largest
 from megatrain_accelerate.estimate.forecast import Forecaster
-from megatrain_accelerate.estimate.layer_costs import ATTENTION, FUSED, PRODUCTS, SINGLE, between, with_times
+from megatrain_accelerate.estimate.layer_costs import ATTENTION, FUSED, PRODUCTS, SINGLE, with_times
 from megatrain_accelerate.estimate.machine_description import (
     KNOWN_GPUS,
     describe_machine,
@@ -96,47 +96,6 @@ def test_nothing_that_is_placed_moves() -> None:
 # ---------------------------------------------------------------- outlines
 
 
-def outlined(found: Forecaster, batch: int, length: int) -> StepOutline:
-    ids = torch.zeros((batch, length), dtype=torch.long)
-    return outline_step(found.model, found.engine.runtime, {"input_ids": ids, "labels": ids}, torch.device("cpu"))
-
-
-@pytest.mark.parametrize(("batch", "length"), [(24, 256), pytest.param(192, 32, marks=pytest.mark.long)])
-def test_an_interpolated_outline_is_the_one_that_is_run(monkeypatch: pytest.MonkeyPatch, batch: int, length: int) -> None:
-    monkeypatch.setattr(forecast_module, "RUN_TOKENS", 4096)
-    # Small tiles, so that the loss has several and is affine in the tokens, as that of a real vocabulary is.
-    monkeypatch.setattr("megatrain_accelerate.loss.tiled_cross_entropy.TILE_BYTES", 4 * MIB)
-    monkeypatch.setattr("megatrain_accelerate.loss.tiled_cross_entropy.STRIP_BYTES", 4 * MIB)
-    found = forecaster(compile_layers=False)
-    guessed, _ = found.fastest(batch, length)
-    run = outlined(found, batch, length)
-    assert len(guessed.events) == len(run.events)
-    for ours, theirs in zip(guessed.events, run.events, strict=True):
-        assert (ours.is_backward, ours.layer) == (theirs.is_backward, theirs.layer)
-        assert ours.live_bytes == pytest.approx(theirs.live_bytes, rel=0.02)
-        assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.02)
-    flops = [sum(event.costs.flops for event in outline.events) for outline in (guessed, run)]
-    traffic = [sum(event.costs.traffic_bytes for event in outline.events) for outline in (guessed, run)]
-    # The run one converts products, as the CPU does it; the other stands for a GPU.
-    assert flops[0] >= flops[1]
-    assert traffic[0] <= traffic[1]
-
-
-def test_norms_by_tiles_outside_the_layers_are_interpolated_between_some_that_run_by_tiles(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(forecast_module, "RUN_TOKENS", 1024)
-    monkeypatch.setattr("megatrain_accelerate.loss.tiled_cross_entropy.TILE_BYTES", MIB)
-    monkeypatch.setattr("megatrain_accelerate.loss.tiled_cross_entropy.STRIP_BYTES", MIB)
-    found = Forecaster(meta_model(hidden_size=1024), MegatrainConfig(token_tile=512), machine_with(MACHINE))
-    found.engine.runtime.token_tile = 512
-    guessed = found._outline(48, 256)
-    with standing_for_a_gpu():
-        run = outlined(found, 48, 256)
-    for ours, theirs in zip(guessed.events, run.events, strict=True):
-        assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.02)
-
-
 def test_every_call_of_an_outline_has_a_profile_with_times() -> None:
     outline, _ = forecaster().fastest(2, 64)
     assert {event.kind for event in outline.events} == set(outline.profiles)
@@ -152,15 +111,6 @@ def test_pieces_of_a_batch_take_less_memory_and_no_less_time() -> None:
     assert of_pieces.recomputed_bytes < 0.5 * of_whole.recomputed_bytes
     assert of_pieces.forward_seconds == pytest.approx(of_whole.forward_seconds, rel=0.3)
     assert of_pieces.forward_seconds >= of_whole.forward_seconds  # weights are read for each piece
-
-
-def test_a_batch_that_is_one_piece_is_not_interpolated_from_one_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forecast_module, "RUN_TOKENS", 256)
-    (of_one_piece,), (whole,) = (
-        forecaster(**settings)._outline(10, 64).profiles.values() for settings in ({"micro_batch_size": 12}, {})
-    )
-    assert of_one_piece.pieces == whole.pieces == 1
-    assert of_one_piece.recomputed_bytes == pytest.approx(whole.recomputed_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -181,15 +131,8 @@ def test_a_step_in_backward_hides_under_more_than_one_after_it(settings: dict[st
 def test_sequences_of_a_batch_run_by_tiles_together(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     monkeypatch.setattr(forecast_module, "AUTO_TILE_TOKENS", 256)
     monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 256)
-    monkeypatch.setattr(forecast_module, "RUN_TOKENS", 512)
     found = forecaster(compile_layers=False)
     assert found.least_gpu_bytes(64, length) < found.plan.least_bytes(found._outline(64, length))
-    found.engine.runtime.token_tile = 256
-    # Half of it again: a power of two is run.
-    (guessed,), (run,) = (outline(96, length).profiles.values() for outline in (found._outline, found._run_once))
-    for name in ("kept_bytes", "forward_bytes", "recomputed_bytes"):
-        # A tile has equally many tokens of each sequence, and so up to a few percent fewer than it might.
-        assert getattr(guessed, name) == pytest.approx(getattr(run, name), rel=0.06), name
 
 
 def test_accumulation_does_several_batches_before_a_step() -> None:
@@ -308,7 +251,6 @@ def test_costs_grow_with_the_batch_and_attention_with_the_square_of_the_length()
     assert two.forward.attention_flops == 2 * one.forward.attention_flops
     assert long.forward.attention_flops == 4 * one.forward.attention_flops
     assert one.forward.traffic_bytes < two.forward.traffic_bytes < 2.1 * one.forward.traffic_bytes
-    assert between(one, two, 2) == two
 
 
 # ---------------------------------------------------------------- machines
@@ -332,9 +274,8 @@ def test_every_known_gpu_is_a_machine_that_is_slower_than_its_data_sheet() -> No
         found = describe_machine(machine_options(gpu=gpu.name), MegatrainConfig())
         assert 0.5 * gpu.dense_flops < found.machine.device_flops < gpu.dense_flops
         assert found.machine.h2d_bytes < gpu.link_bytes
-        memory_gib = gpu.memory_gib / (4 if gpu.shares_memory else 1)
-        assert 0.8 * memory_gib * GIB < found.gpu_bytes < 0.9 * memory_gib * GIB
-        assert (found.host_bytes is None) is not gpu.shares_memory
+        assert 0.8 * gpu.memory_gib * GIB < found.gpu_bytes < 0.9 * gpu.memory_gib * GIB
+        assert found.host_bytes is None
 
 
 def test_what_the_options_say_overrides_the_table() -> None:
@@ -349,15 +290,6 @@ def test_what_the_options_say_overrides_the_table() -> None:
     assert found.host_bytes == 7 * GIB
     limited = describe_machine(options, MegatrainConfig(gpu_memory_gib=5.0, host_memory_gib=9.0))
     assert (limited.gpu_bytes, limited.host_bytes) == (5 * GIB, 7 * GIB)
-
-
-def test_gpu_and_host_share_one_memory_where_a_machine_has_only_that() -> None:
-    shared = describe_machine(machine_options(gpu="GB10"), MegatrainConfig())
-    assert shared.host_bytes == pytest.approx(3 * shared.gpu_total_bytes)
-    divided = machine_options(gpu="GB10", gpu_memory_bytes=40 * GIB)
-    assert describe_machine(divided, MegatrainConfig()).host_bytes == int(119.6 * GIB) - 40 * GIB
-    with pytest.raises(ConfigError, match=r"119.6 GiB that GB10 has for both; lower one"):
-        describe_machine(machine_options(divided, host_memory_bytes=80 * GIB), MegatrainConfig())
 
 
 def test_an_unknown_gpu_must_be_described_whole() -> None:
@@ -377,17 +309,14 @@ def test_a_short_products_speed_is_not_taken_for_what_a_gpu_keeps_up(monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     found = describe_machine(machine_options(), MegatrainConfig())
     assert found.machine == dataclasses.replace(measured, device_flops=716e12)
-    assert any("794 TFLOPS" in note for note in found.notes)
-    assert not any("options" in note for note in found.notes)
+    assert found.notes == ["speeds that no option names are as measured on this machine"]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 4090")
     unknown = describe_machine(machine_options(), MegatrainConfig())
     assert unknown.machine == measured, "no training was measured on that one"
-    assert not any("TFLOPS" in note for note in unknown.notes)
     with pytest.raises(ConfigError, match=r"--cores describes another host.*--host-step"):
         describe_machine(machine_options(cores=8), MegatrainConfig())
     larger = describe_machine(machine_options(gpu_memory_bytes=200 * GIB), MegatrainConfig())
     assert (larger.gpu_total_bytes, larger.gpu_bytes) == (200 * GIB, int(0.9 * 200 * GIB))
-    assert "GPU memory as the option says; it has 140.0 GiB" in larger.notes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to measure")

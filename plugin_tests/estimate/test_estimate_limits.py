@@ -163,7 +163,7 @@ class Linear:
 
     def least_gpu_bytes(self, batch: int, length: int) -> int:
         if length > self.most_tokens:
-            raise IndexError("no such position")
+            raise ConfigError("no such position")
         return batch * length
 
     def forecast(self, batch: int, length: int) -> tuple[int, int]:
@@ -179,7 +179,7 @@ def test_a_length_that_the_models_code_fails_at_is_one_that_does_not_fit(most_to
     found = limits_of(Linear(most_tokens), 10**6)
     assert found.context == (most_tokens // 64 * 64 or 16)
     assert not found.context_is_least
-    with pytest.raises(IndexError):
+    with pytest.raises(ConfigError, match="no such position"):
         limits_of(Linear(15), 10**6)
 
 
@@ -203,15 +203,15 @@ def test_the_end_of_the_search_is_not_a_limit() -> None:
 
 def test_the_end_of_the_search_is_said_to_be_one(tmp_path: Path) -> None:
     found = estimated(tmp_path, LLAMA, "--length", "16", "--batch", "1", "--no-limits")
-    for is_least, start in ((True, "at least "), (False, "")):
-        found.limits = Limits(4, 192, None, is_least, is_least)
+    for start, batch, context in (("at least ", MOST_BATCH, MOST_TOKENS), ("", 4, 192)):
+        found.limits = Limits(batch, context, None)
         facts = [line.split("  ")[-1] for line in report.table(found) if line.startswith(("largest", "longest"))]
         assert [fact.strip() for fact in facts] == [
-            f"{start}4 sequences of 16 tokens",
-            f"{start}192 tokens, one sequence; the configuration names 512",
+            f"{start}{batch:,} sequences of 16 tokens",
+            f"{start}{context:,} tokens, one sequence; the configuration names 512",
         ]
         as_json = report.as_json(found)["limits"]
-        assert as_json["largest_batch_is_least"] is as_json["longest_context_is_least"] is is_least
+        assert as_json["largest_batch_is_least"] is as_json["longest_context_is_least"] is bool(start)
 
 
 def test_the_first_row_is_shown_before_the_limits_are_known(tmp_path: Path) -> None:
@@ -231,15 +231,16 @@ def verdict(found: Estimate) -> str:
 def test_a_model_whose_single_token_does_not_fit_is_not_told_to_shorten_it(tmp_path: Path) -> None:
     arguments = ["--length", "64", "--batch", "1", "--no-limits", "--set"]
     none = estimated(tmp_path, LLAMA, *arguments, "gpu_memory_gib=0.01")
-    assert "a single token takes 0.1 GiB more than the 0.0 GiB" in verdict(none)
+    none.limits = find_limits(none.forecaster, none.machine.gpu_bytes, none.length, None)
+    assert "one sequence of 64 tokens takes 0.1 GiB more than the 0.0 GiB" in verdict(none)
+    assert "take a GPU with more: a single token doesn't fit either" in verdict(none)
     assert "shorten" not in verdict(none)
     fits = estimated(tmp_path, LLAMA, *arguments, "gpu_memory_gib=0.4")
-    assert fits.token_gpu_bytes is None
     assert fits.fits
-    fits.least_gpu_bytes, fits.token_gpu_bytes = 2 * GIB, GIB // 4
+    fits.least_gpu_bytes = 2 * GIB
     long = verdict(fits)
     assert "one sequence of 64 tokens takes 1.6 GiB more than the 0.4 GiB" in long
-    assert long.endswith("shorten it")
+    assert long.endswith("shorten it, or take a GPU with more")
 
 
 PASSING, BF16, INT8 = {"host_gradients": "passing"}, {"moments_dtype": "bf16"}, {"moments_dtype": "int8"}

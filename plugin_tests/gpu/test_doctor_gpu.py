@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatrain_accelerate.cli import main
-from megatrain_accelerate.doctor.checks import measure_link
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.plan import machine
 
@@ -28,19 +27,12 @@ SHAPE = {
 }
 
 
-def test_the_link_is_measured_each_way_and_both_at_once() -> None:
-    h2d, d2h, both = measure_link(torch.device("cuda", torch.cuda.current_device()))
-    assert 1e9 < h2d < 1e12
-    assert 1e9 < d2h < 1e12
-    # Both at once move at least what the slower one does alone, and no more than the two together.
-    assert 0.9 * min(h2d, d2h) < both < 1.1 * (h2d + d2h)
-
-
 def test_the_report_names_the_gpu_and_its_speeds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["doctor", "--json", "--folder", str(tmp_path)]) == 0
     found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
     assert found["GPU"]["values"]["gpu"] == torch.cuda.get_device_name()
-    assert found["link"]["values"]["both_gb_per_second"] > 0
+    assert all(1 < speed < 1000 for speed in found["link"]["values"].values())
+    assert found["host speed"]["values"]["host_step_g_parameters_per_second"] > 0
     assert found["plan's speeds"]["values"]["plan_device_flops"] > 0
 
 

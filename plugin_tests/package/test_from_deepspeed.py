@@ -196,6 +196,8 @@ def test_an_unknown_key_is_named_with_the_nearest_one(tmp_path: Path) -> None:
     conversion = converted(tmp_path, {"gradient_cliping": 1.0, "my_own": {"a": 1}})
     assert said(conversion, "gradient_cliping") == Remark(Kind.UNKNOWN, "did you mean gradient_clipping?")
     assert said(conversion, "my_own").kind is Kind.UNKNOWN
+    of_zero = converted(tmp_path, {"zero_optimization": {"offload_param": {"of_tomorrow": 1}}})
+    assert said(of_zero, "zero_optimization.offload_param.of_tomorrow").kind is Kind.NOTHING
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "{", "a: [", "just words"])
@@ -214,7 +216,7 @@ def test_settings_that_remarks_name_exist() -> None:
     for key, value in (word.split(": ") for word in ("moments_dtype: int8", "host_gradients: passing", "moments_dtype: bf16")):
         assert f"{key}: {value}" in text
         MegatrainConfig.from_mapping({key: value})
-    for key in ("layer_classes", "host_threads", "compile_layers", "evaluation_weights"):
+    for key in ("compile_layers", "evaluation_weights"):
         assert key in text
         assert hasattr(MegatrainConfig(), key)
 
