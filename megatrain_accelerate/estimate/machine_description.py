@@ -64,6 +64,8 @@ class KnownGpu:
     host_cores: int = 16
     sustained_flops: float | None = None
     """Of large bf16 products in a training, at the GPU's power limit; None where no training was measured."""
+    shares_memory: bool = False
+    """Whether GPU and host have one memory. A quarter of it is the GPU's unless the options say otherwise."""
     peer_bytes: float | None = None
     """A second each way to other GPUs, by NVLink; None where that goes over the link to the host."""
 
@@ -73,6 +75,7 @@ KNOWN_GPUS = (
     KnownGpu("H200", 139.8, 989.4e12, 4.8e12, sustained_flops=716e12, peer_bytes=450e9),
     KnownGpu("H100", 79.2, 989.4e12, 3.35e12, peer_bytes=450e9),
     KnownGpu("GH200", 94.5, 989.4e12, 4.0e12, NVLINK_C2C, GRACE_DRAM, 72, peer_bytes=450e9),
+    KnownGpu("GB10", 119.6, 125e12, 0.273e12, 100e9, 200e9, 20, shares_memory=True),
     KnownGpu("A100-80", 79.2, 312e12, 2.039e12, PCIE4, peer_bytes=300e9),
     KnownGpu("A100-40", 39.4, 312e12, 1.555e12, PCIE4, peer_bytes=300e9),
     KnownGpu("L40S", 44.4, 362e12, 0.864e12, PCIE4),
@@ -225,13 +228,26 @@ def _described(options: Namespace, config: MegatrainConfig) -> MachineDescriptio
             "--gpu-memory, --tflops, --gpu-bandwidth and --link, without --gpu"
         )
     gpus = options.gpus
+    if gpu.shares_memory and gpus > 1:
+        raise ConfigError(
+            f"--gpus is {gpus}, and the memory that {gpu.name} shares with its host is that of one GPU; leave it out"
+        )
     sockets = {DESKTOP_DRAM: 1, GRACE_DRAM: gpus}.get(gpu.host_dram_bytes, -(-gpus // GPUS_OF_A_SOCKET))
     dram_bytes = sockets * gpu.host_dram_bytes
     # Copies to all GPUs together are no faster than the memory that they read.
     link_bytes = min(gpu.link_bytes, dram_bytes / (gpus * H2D_SHARE))
     gpu = dataclasses.replace(gpu, host_dram_bytes=dram_bytes, link_bytes=link_bytes)
     cores = options.cores or gpu.host_cores * (gpus if options.gpu else 1)
-    total = options.gpu_memory_bytes or int(gpu.memory_gib * GIB)
+    whole = int(gpu.memory_gib * GIB)
+    total = options.gpu_memory_bytes or (whole // 4 if gpu.shares_memory else whole)
+    host_bytes = options.host_memory_bytes
+    if gpu.shares_memory:
+        host_bytes = host_bytes or whole - total
+        if total + host_bytes > whole:
+            raise ConfigError(
+                f"--gpu-memory {total / GIB:.1f} and --host-memory {host_bytes / GIB:.1f} GiB are more than the "
+                f"{gpu.memory_gib:.1f} GiB that {gpu.name} has for both; lower one of the two"
+            )
     if total <= CONTEXT_BYTES:
         raise ConfigError(
             f"--gpu-memory {total / GIB:.2f} GiB leaves nothing beside the CUDA context's {CONTEXT_BYTES / GIB:.1f} GiB; "
@@ -259,7 +275,7 @@ def _described(options: Namespace, config: MegatrainConfig) -> MachineDescriptio
         machine=_changed(machine, options),
         gpu_bytes=int(USABLE_SHARE_OF_DEVICE * (total - CONTEXT_BYTES)),
         gpu_total_bytes=total,
-        host_bytes=options.host_memory_bytes,
+        host_bytes=host_bytes,
         notes=notes,
     )
 

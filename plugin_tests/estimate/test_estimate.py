@@ -274,8 +274,9 @@ def test_every_known_gpu_is_a_machine_that_is_slower_than_its_data_sheet() -> No
         found = describe_machine(machine_options(gpu=gpu.name), MegatrainConfig())
         assert 0.5 * gpu.dense_flops < found.machine.device_flops < gpu.dense_flops
         assert found.machine.h2d_bytes < gpu.link_bytes
-        assert 0.8 * gpu.memory_gib * GIB < found.gpu_bytes < 0.9 * gpu.memory_gib * GIB
-        assert found.host_bytes is None
+        memory_gib = gpu.memory_gib / (4 if gpu.shares_memory else 1)
+        assert 0.8 * memory_gib * GIB < found.gpu_bytes < 0.9 * memory_gib * GIB
+        assert (found.host_bytes is None) is not gpu.shares_memory
 
 
 def test_what_the_options_say_overrides_the_table() -> None:
@@ -290,6 +291,15 @@ def test_what_the_options_say_overrides_the_table() -> None:
     assert found.host_bytes == 7 * GIB
     limited = describe_machine(options, MegatrainConfig(gpu_memory_gib=5.0, host_memory_gib=9.0))
     assert (limited.gpu_bytes, limited.host_bytes) == (5 * GIB, 7 * GIB)
+
+
+def test_gpu_and_host_share_one_memory_where_a_machine_has_only_that() -> None:
+    shared = describe_machine(machine_options(gpu="GB10"), MegatrainConfig())
+    assert shared.host_bytes == pytest.approx(3 * shared.gpu_total_bytes)
+    divided = machine_options(gpu="GB10", gpu_memory_bytes=40 * GIB)
+    assert describe_machine(divided, MegatrainConfig()).host_bytes == int(119.6 * GIB) - 40 * GIB
+    with pytest.raises(ConfigError, match=r"119.6 GiB that GB10 has for both; lower one"):
+        describe_machine(machine_options(divided, host_memory_bytes=80 * GIB), MegatrainConfig())
 
 
 def test_an_unknown_gpu_must_be_described_whole() -> None:

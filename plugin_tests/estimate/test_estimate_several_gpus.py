@@ -182,6 +182,11 @@ def test_experts_in_parts_are_refused_as_the_training_refuses_them() -> None:
         Forecaster(meta_experts(False), MegatrainConfig(expert_parts=2), machine_with(MACHINE, gpus=2))
 
 
+def test_gpus_that_share_memory_with_a_host_are_alone_with_it() -> None:
+    with pytest.raises(ConfigError, match=r"--gpus is 2, and the memory that GB10 shares .* is that of one GPU"):
+        described(2, gpu="GB10")
+
+
 def test_micro_batches_of_several_gpus_stay_apart() -> None:
     asked = {"micro_batches": 4, "join_micro_batches": True}
     assert [forecaster(gpus, **asked).forecast(2, 64).joined for gpus in (1, 2)] == [True, False]
