@@ -451,12 +451,12 @@ class Engine:
     @property
     def predicted_device_bytes(self) -> int:
         """Predicted peak of the device's memory for the largest batch so far; 0 before the first, or if unknown."""
-        return self.device_plan.predicted_bytes
+        return self.device_plan.made.predicted_bytes
 
     @property
     def predicted_step_seconds(self) -> float | None:
         """Predicted duration of a step on the largest batch so far; None if unknown."""
-        time = self.device_plan.predicted_time
+        time = self.device_plan.made.predicted_time
         return None if time is None else time.seconds
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from megatrain_accelerate.plan.placement_search import Candidate
 from megatrain_accelerate.plan.step_memory import OpCosts
 from megatrain_accelerate.plan.step_outline import outline_step, what_sees_a_batch
 from megatrain_accelerate.plan.step_profile import LayerProfile, SavedInForward, StepOutline
-from megatrain_accelerate.plan.step_ways import WayChoice, may_cut, way_put_back
+from megatrain_accelerate.plan.step_ways import WayChoice, layers_run, may_cut
 from megatrain_accelerate.store.host_limits import leaner_settings
 
 CPU = torch.device("cpu")
@@ -140,9 +140,8 @@ class Forecaster:
         tiles = [0, AUTO_TILE_TOKENS] if batch * length > AUTO_TILE_TOKENS else [0]
         pieces = [None, 1] if batch > 1 and may_cut(runtime, self.config) else [None]
         least = []
-        with way_put_back(runtime):
-            for way in itertools.product(pieces, tiles if setting == "auto" else [int(setting)]):
-                runtime.batch_cut.chosen, runtime.token_tile = way
+        for way in itertools.product(pieces, tiles if setting == "auto" else [int(setting)]):
+            with layers_run(runtime, *way):
                 least.append(self.plan.least_bytes(self._outline(batch, length)))
         return min(least)
 

@@ -40,14 +40,13 @@ from megatrain_accelerate.plan.other_batches import (
     sizes_after,
     sizes_vary,
 )
-from megatrain_accelerate.plan.placement import Model, Placement, UnitSizes, peak_bytes, sent_bytes
-from megatrain_accelerate.plan.placement_search import Candidate, Choices, PlacementSearch
+from megatrain_accelerate.plan.placement import Model, Placement, UnitSizes, fixed_counts, peak_bytes, sent_bytes
+from megatrain_accelerate.plan.placement_search import Candidate, PlacementSearch
 from megatrain_accelerate.plan.plan_record import RESUMED_SHARE_OF_DEVICE, PlanRecord, made_for
 from megatrain_accelerate.plan.plan_table import plan_table
 from megatrain_accelerate.plan.step_outline import outline_step
 from megatrain_accelerate.plan.step_profile import StepOutline
-from megatrain_accelerate.plan.step_simulation import StepTime
-from megatrain_accelerate.plan.step_ways import WayChoice, take_way_of
+from megatrain_accelerate.plan.step_ways import WayChoice
 from megatrain_accelerate.progress import say
 from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes
 from megatrain_accelerate.store.unit import HostUnit
@@ -84,8 +83,8 @@ class DevicePlan:
         self._runtime, self._config, self._device = runtime, config, device
         self.show = show
         """Whether this process shows the table."""
-        self._made = PlanRecord()
-        """The last plan, the batches that it covers, and what lies where."""
+        self.made = PlanRecord()
+        """The last plan, the batches that it covers, what lies where, and what is predicted."""
         self._measured_steps: dict[Hashable, tuple[StepOutline, StepOutline]] = {}
         """For each way of running a step, one that was measured: its estimate, and its measured outline."""
         self._foreseen: dict[Hashable, StepOutline] = {}
@@ -110,9 +109,9 @@ class DevicePlan:
         self.reserved_share = 0.0
         """Of the device's memory, what stays free for somebody who takes it by turns with the model, and not now."""
         count = len(runtime.layers)
-        self._choices = Choices.of_settings(config, count)
+        self._fixed = fixed_counts(config.placement, count)
         runtime.token_tile = 0 if config.token_tile == "auto" else int(config.token_tile)
-        self._asked = Placement.of_counts(count, **self._choices.fewest(count))
+        self._asked = Placement.of_counts(count, **self._fixed)
         # An optimizer may work there alone.
         runtime.keep_states_on_host = lambda: self._place(self.placement.with_states_on_host())
         self._place(self._asked)
@@ -120,23 +119,13 @@ class DevicePlan:
     @property
     def placement(self) -> Placement:
         """What becomes of each layer now, and where units live."""
-        return self._made.placement
+        return self.made.placement
 
     @property
     def record(self) -> dict[str, Any] | None:
         """The last plan, as :meth:`PlanRecord.as_data` gives it; None before the first, and without a predicted time."""
-        is_planned = self._made.plans and self.predicted_time is not None and self._compiles_after is None
-        return self._made.as_data() if is_planned else None
-
-    @property
-    def predicted_bytes(self) -> int:
-        """Predicted peak of device memory for the batch that is planned for; 0 before the first plan, or if unknown."""
-        return self._made.predicted_bytes
-
-    @property
-    def predicted_time(self) -> StepTime | None:
-        """Predicted step on that batch; None before the first plan, without a budget, or if unknown."""
-        return self._made.predicted_time
+        is_planned = self.made.plans and self.made.predicted_time is not None and self._compiles_after is None
+        return self.made.as_data() if is_planned else None
 
     def held_bytes_by_kind(self) -> dict[str, int]:
         """Bytes that the engine holds on the device now, by what they hold."""
@@ -195,7 +184,7 @@ class DevicePlan:
         another one's backward (a preference loss) is recomputed whole, and the next plan leaves room for as many at once."""
         if open_forwards := self._runtime.open_forwards:
             self._note_rows(row_size(inputs))
-            if open_forwards >= self._made.forwards_at_once:
+            if open_forwards >= self.made.forwards_at_once:
                 self._note(forwards_at_once=open_forwards + 1, planned=BatchExtent())
             nothing = frozenset[int]()
             recomputed = dataclasses.replace(self.placement, kept=nothing, offloaded=nothing, attention_kept=nothing)
@@ -220,13 +209,13 @@ class DevicePlan:
         if self._resumed is not None:
             self._take_over(model, self._resumed)
         self._note_rows(*sizes)
-        if not self._made.planned.covers(extent):
+        if not self.made.planned.covers(extent):
             self._plan(model, inputs, extent)
 
     def _plan_together(self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """One plan for all ranks, by the one with the largest batch, within the smallest budget. All decide alike whether to
         plan, from what all told."""
-        told = ranks.gather((self._extent(inputs), row_size(inputs), self._made.planned, self._resumed is not None))
+        told = ranks.gather((self._extent(inputs), row_size(inputs), self.made.planned, self._resumed is not None))
         extents, sizes = [extent for extent, *_ in told], [size for _, size, *_ in told]
         extent = functools.reduce(BatchExtent.union, extents)
         self._note_rows(*sizes)  # before anything is compiled
@@ -248,37 +237,34 @@ class DevicePlan:
                         self._plan_alone(model, inputs, extent, *sizes)
                 except Exception as error:  # the others wait, and a script may catch it (too little memory) and go on
                     failure = error
-            elif self.measures and self._resumed is None and not self._made.plans:
+            elif self.measures and self._resumed is None and not self.made.plans:
                 # It compiles its layers while the planner does. A failure recurs in the forward.
                 with contextlib.suppress(Exception):
                     self.foresee(model, inputs)
         compiled = self._runtime.compiled
-        own_way = compiled.pays, self._compiles_after
-        own = self._made, *own_way, self._table, failure
+        own = self.made, compiled.pays, self._compiles_after, self._table, failure
         made, compiled.pays, self._compiles_after, self._table, failure = ranks.broadcast(own, planner)
         if failure is not None:
             raise failure
         if ranks.rank != planner:
-            if own_way != (compiled.pays, self._compiles_after):  # what was measured is of layers that ran in another way
-                self._measured_steps.clear()
-                self._foreseen.clear()
             self._adopt(made)
             self._note_rows(*sizes)
 
     def _adopt(self, plan: PlanRecord) -> None:
         """Layers run by this plan from now on."""
         self._place(plan.placement)
-        take_way_of(self._runtime, plan)
-        self._made, self._resumed = plan, None
+        self._runtime.batch_cut.chosen, self._runtime.token_tile = plan.samples, plan.token_tile
+        self.made, self._resumed = plan, None
+        self._foreseen.clear()
 
     def _plan(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> None:
         """Plans for a batch of this extent, which no plan covers."""
         budget_bytes = self._budget_bytes()
         # A plan that fills the memory has no room for a batch that is only a little larger; a mere prediction may wait.
-        if not budget_bytes and self._made.planned.covers(extent, _CLEARLY_LARGER):
+        if not budget_bytes and self.made.planned.covers(extent, _CLEARLY_LARGER):
             return
         self._runtime.refresh_if_written()
-        seen = self._made.seen.union(extent)
+        seen = self.made.seen.union(extent)
         try:
             planned, outline = self._batch_to_plan_for(model, inputs, seen)
         except torch.OutOfMemoryError:
@@ -294,48 +280,48 @@ class DevicePlan:
             self._place(self._settled())
             self._note(planned=seen)
             return
-        self._foreseen.clear()
-        take_way_of(self._runtime, outline)
         placement, time = self.placement, None
         if budget_bytes:
             search = self.search_for(outline, budget_bytes)
             found = search.best() or search.leanest(self._settled())
             placement, time = found.placement, None if outline.surely_fits else found.time
         step_bytes, fixed_bytes = peak_bytes(outline, self.model_sizes(), placement), self.fixed_bytes(outline)
-        self._place(placement)
-        self._note(
+        plan = dataclasses.replace(
+            self.made,
             made_for=made_for(model, self._runtime, self._config, self.micro_batches),
             offloaded_bytes=sum(sent_bytes(outline, placement)),
             seen=seen,
             planned=planned,
-            plans=self._made.plans + 1,
+            plans=self.made.plans + 1,
             samples=outline.samples,
             token_tile=outline.token_tile,
+            placement=placement,
             predicted_bytes=fixed_bytes + step_bytes,
             predicted_time=time,
         )
+        self._adopt(plan)
         if not budget_bytes:
             return
         if (self.show or self._runtime.ranks is not None) and self._compiles_after is None:
-            self._table = plan_table(self._made, self._runtime, budget_bytes, outline)
-        if self.predicted_bytes > budget_bytes:
+            self._table = plan_table(plan, self._runtime, budget_bytes, outline)
+        if plan.predicted_bytes > budget_bytes:
             held = {**self._fixed_bytes_by_kind(outline), "step": step_bytes}
             logger.warning(
                 "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s) and %.1f GiB are planned with; if it "
                 "runs out of memory, set megatrain_config.micro_batch_size, or lower per_device_train_batch_size or the "
                 "sequence length",
-                self.predicted_bytes / GIB,
+                plan.predicted_bytes / GIB,
                 ", ".join(f"{kind} {count / GIB:.1f}" for kind, count in held.items()),
                 budget_bytes / GIB,
             )
 
     def _note(self, **changes: Any) -> None:
-        self._made = dataclasses.replace(self._made, **changes)
+        self.made = dataclasses.replace(self.made, **changes)
 
     def _note_rows(self, *sizes: int) -> None:
         """Where lengths vary, by batch or by rank, each graph of a compiled layer is made for any of them, and attention has
         kernels that are. A backward that is to come computes with those that its forward had."""
-        so_far = functools.reduce(sizes_after, sizes, self._made.row_sizes)
+        so_far = functools.reduce(sizes_after, sizes, self.made.row_sizes)
         self._note(row_sizes=so_far)
         varies = self._runtime.compiled.sizes_vary = sizes_vary(so_far) or any(size != so_far[0] for size in sizes)
         if self._device.type == "cuda" and not forwards_are_open():
@@ -356,25 +342,24 @@ class DevicePlan:
     ) -> tuple[BatchExtent, StepOutline]:
         """The extent to plan for and its step: in the first plan the batch itself, in later ones a batch that covers all
         batches so far and, if such a step fits, larger ones."""
-        plans = self._made.plans
-        if plans and self.has_budget:
-            # Steps may be planned anew for another reason than their batches: more forwards at once.
-            growths = () if seen == self._made.seen else (GROWTH_FACTORS[min(plans, len(GROWTH_FACTORS)) - 1],)
-            for growth in (*growths, 1.0):
-                enlarged = enlarged_batch(model, inputs, seen, growth)
-                if enlarged is None:
-                    break
-                batch, real = enlarged
-                try:
-                    with replaced(self._runtime.calls, "real", real):
-                        # Room for batches that never came isn't worth smaller pieces, or tiles.
-                        ways = self._ways(model, batch)
-                        outline = self._in_proportion(batch, ways.best()[0] if growth == 1.0 else ways.outline())
-                except Exception as error:  # the model bounds sequences in a way of its own
-                    logger.info("megatrain: no larger batches can be planned for (%s)", error)
-                    continue
-                if outline is not None and self.search_for(outline).something_fits:
-                    return BatchExtent.of(batch, real), outline
+        plans, growths = self.made.plans, [1.0]
+        # Steps may be planned anew for another reason than their batches: more forwards at once.
+        if seen != self.made.seen:
+            growths = [GROWTH_FACTORS[min(plans, len(GROWTH_FACTORS)) - 1], 1.0]
+        for growth in growths if plans and self.has_budget else ():
+            if (enlarged := enlarged_batch(model, inputs, seen, growth)) is None:
+                break
+            batch, real = enlarged
+            try:
+                with replaced(self._runtime.calls, "real", real):
+                    # Room for batches that never came isn't worth smaller pieces, or tiles.
+                    ways = self._ways(model, batch)
+                    outline = self._in_proportion(batch, ways.best()[0] if growth == 1.0 else ways.outline())
+            except Exception as error:  # the model bounds sequences in a way of its own
+                logger.info("megatrain: no larger batches can be planned for (%s)", error)
+                continue
+            if outline is not None and self.search_for(outline).something_fits:
+                return BatchExtent.of(batch, real), outline
         return self._extent(inputs), self.foresee(model, inputs)
 
     def _extent(self, inputs: Mapping[str, Any]) -> BatchExtent:
@@ -386,7 +371,7 @@ class DevicePlan:
         sizes = dataclasses.replace(self.model_sizes(), slot_bytes=0, gradient_slot_bytes=0)
         waiting = peak_bytes(outline, sizes, Placement())
         held = sum(self._fixed_bytes_by_kind(outline).values()) + LIBRARY_WORKSPACE_BYTES
-        return held + (self._made.forwards_at_once - 1) * waiting
+        return held + (self.made.forwards_at_once - 1) * waiting
 
     def _take_over(self, model: nn.Module, data: dict[str, Any]) -> None:
         """Goes on by a recorded plan, if it was made for what is here and fits; else the next batch is planned for."""
@@ -503,7 +488,7 @@ class DevicePlan:
 
     def _way_of(self, inputs: Mapping[str, Any]) -> Hashable:
         """What two steps must share for the costs of one to be scaled from the other's."""
-        return self._runtime.batch_cut.asked, frozenset(inputs)
+        return self._runtime.batch_cut.asked, self._runtime.compiled.pays, frozenset(inputs)
 
     def _in_proportion(self, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline | None:
         """The outline scaled from the measured step, None if there is none to scale it from; itself where none is measured."""
@@ -528,12 +513,11 @@ class DevicePlan:
 
     def search_for(self, outline: StepOutline, budget_bytes: int | None = None) -> PlacementSearch:
         """For the placement of such a step, in the whole budget unless another is named."""
-        choices = self._choices
-        if not self._runtime.states_may_move or not can_step_on(self._device):
-            choices = dataclasses.replace(choices, on_device=0)
+        may_move = self._runtime.states_may_move and can_step_on(self._device)
+        fixed = self._fixed if may_move else {**self._fixed, "on_device": 0, "groups_on_device": False}
         budget_bytes = self._budget_bytes() if budget_bytes is None else budget_bytes
         step_bytes = budget_bytes - self.fixed_bytes(outline)
-        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, choices, self._host_budget_bytes())
+        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, fixed, self._host_budget_bytes())
 
     def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
         is_plain = self._runtime.runs_whole and self.search_for(outline).everything() is not None

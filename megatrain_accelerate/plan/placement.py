@@ -49,6 +49,19 @@ class Counts:
     budgets: tuple[float, float] = (0.0, 1.0)
 
 
+def fixed_counts(settings: PlacementSettings, layers: int) -> dict[str, Any]:
+    """Those of the :class:`Counts` of so many layers that the settings leave no choice of, by name."""
+    fixed = {
+        "kept": settings.kept_layers,
+        "offloaded": settings.offloaded_layers,
+        "on_device": settings.device_layers,
+        "inputs_offloaded": None if settings.offloaded_inputs is None else layers * settings.offloaded_inputs,
+        "attention_kept": settings.kept_attention,
+    }
+    every = {"on_device": layers, "groups_on_device": True} if settings.device_layers == -1 else {}
+    return {name: count for name, count in fixed.items() if count is not None} | every
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement(ActivationPolicy):
     """What becomes of each layer's activations, and where its weights and states live; sets of layer indices.

@@ -6,10 +6,9 @@ import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.placement import Counts, Model, Placement, peak_bytes, sent_bytes
 from megatrain_accelerate.plan.step_profile import StepOutline
@@ -32,29 +31,6 @@ predicted to gain 2 % and lost 6 %: they share the host's memory with AdamW (3B,
 
 _FEW_ON_DEVICE = 4
 """Numbers of layers on the device, up to a quarter of all, that are tried with each number of offloaded ones."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Choices:
-    """What the settings leave open: a number where the user fixed one, None where the plan chooses."""
-
-    kept: int | None = None
-    offloaded: int | None = None
-    on_device: int | None = None
-    """-1: all layers and the groups."""
-    inputs_offloaded: int | None = None
-    attention_kept: int | None = None
-
-    @classmethod
-    def of_settings(cls, config: MegatrainConfig, layers: int) -> Choices:
-        fixed = config.placement
-        inputs = None if fixed.offloaded_inputs is None else layers * fixed.offloaded_inputs
-        return cls(fixed.kept_layers, fixed.offloaded_layers, fixed.device_layers, inputs, fixed.kept_attention)
-
-    def fewest(self, layers: int) -> dict[str, Any]:
-        """What is fixed and nothing more, as arguments of :meth:`Placement.of_counts`."""
-        every = {"on_device": layers, "groups_on_device": True} if self.on_device == -1 else {}
-        return {**{kind: count or 0 for kind, count in vars(self).items()}, **every}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +68,7 @@ def _varied(at: Counts, **values: Iterable[int]) -> Iterator[Counts]:
 class PlacementSearch:
     """Finds the fastest placement within a budget: device memory that the step may take besides what the engine holds anyway,
     and host memory that offloaded activations could take if all units lived on the host. What moves from there makes room.
+    Those of the :class:`Counts` that are ``fixed``, by name, are as they are.
 
     Where layers can be compiled with several memory budgets, all neighbouring pairs are tried, unless the settings say how
     many layers are kept or offloaded.
@@ -103,27 +80,26 @@ class PlacementSearch:
         model: Model,
         machine: Machine,
         budget_bytes: int,
-        choices: Choices,
+        fixed: Mapping[str, Any],
         host_budget_bytes: int = 0,
     ) -> None:
-        self._outline, self._model, self._machine, self._choices = outline, model, machine, choices
+        self._outline, self._model, self._machine, self._fixed = outline, model, machine, fixed
         self._budget, self._host_budget = budget_bytes, host_budget_bytes
         self._count = len(model.layers)
         self._try = functools.cache(self._evaluate)
-        is_free = choices.kept is None and not choices.offloaded
+        is_free = "kept" not in fixed and not fixed.get("offloaded")
         self._budget_pairs = dict.fromkeys([*(outline.budget_pairs if is_free else ()), _WHOLE])
-        # Layers without tiles are compiled, and attention is part of their graph.
-        attention_kept = choices.attention_kept if outline.token_tile else 0
         variations = [
-            (choices.inputs_offloaded, self._inputs),
-            (attention_kept, self._attention),
-            (choices.on_device, lambda at: _varied(at, groups_on_device=[not at.groups_on_device])),
-            (choices.on_device, self._on_device),
-            (choices.on_device, self._near),
-            (choices.offloaded, self._offloaded),
-            (choices.on_device if choices.offloaded is None else choices.offloaded, self._offloaded_for_layers),
+            (self._inputs, {"inputs_offloaded"}),
+            # Layers without tiles are compiled, and attention is part of their graph.
+            *([(self._attention, {"attention_kept"})] if outline.token_tile else []),
+            (lambda at: _varied(at, groups_on_device=[not at.groups_on_device]), {"on_device"}),
+            (self._on_device, {"on_device"}),
+            (self._near, {"on_device"}),
+            (self._offloaded, {"offloaded"}),
+            (self._offloaded_for_layers, {"offloaded", "on_device"}),
         ]
-        self._variations = [variation for choice, variation in variations if choice is None]
+        self._variations = [variation for variation, varied in variations if not varied & fixed.keys()]
 
     @property
     def something_fits(self) -> bool:
@@ -141,8 +117,7 @@ class PlacementSearch:
     def everything(self) -> Candidate | None:
         """All states and activations on the device; None if that doesn't fit, or the settings ask for something else."""
         every = Counts(kept=self._count, on_device=self._count, groups_on_device=True)
-        asked = vars(self._choices).items()
-        is_open = all(choice is None or choice in (getattr(every, kind), -1) for kind, choice in asked)
+        is_open = all(getattr(every, name) == count for name, count in self._fixed.items())
         found = self._try(every) if is_open and not self._model.parts else None
         return found if found is not None and len(found.placement.kept) == self._count else None
 
@@ -166,14 +141,14 @@ class PlacementSearch:
     def _first_that_fits(self, budgets: tuple[float, float]) -> Counts | None:
         """The placement that takes the least, with as few inputs away as it must. One more may be too many for the host,
         one less for the device."""
-        start = Counts(**self._choices.fewest(self._count), budgets=budgets)
-        inputs = range(self._count + 1) if self._choices.inputs_offloaded is None else [start.inputs_offloaded]
+        start = Counts(**self._fixed, budgets=budgets)
+        inputs = [start.inputs_offloaded] if "inputs_offloaded" in self._fixed else range(self._count + 1)
         return next((counts for counts in _varied(start, inputs_offloaded=inputs) if self._try(counts) is not None), None)
 
     def leanest(self, settled: Placement) -> Candidate:
         """For a step that fits in no way: ``settled``, without the inputs that the host has room for if they may leave."""
         placements = [settled]
-        for count in range(1, self._count + 1 if self._choices.inputs_offloaded is None else 1):
+        for count in range(1, 1 if "inputs_offloaded" in self._fixed else self._count + 1):
             leaving = dataclasses.replace(settled, inputs_offloaded=frozenset(range(count)), offload_spacing=1)
             placements += [leaving] if self._has_host_room(leaving) else []
         peaks = [peak_bytes(self._outline, self._model, placement) for placement in placements]
@@ -181,7 +156,7 @@ class PlacementSearch:
 
     def _filled(self, at: Counts, found: Candidate) -> Candidate:
         """The same with as much on the device as there is room for: it takes load off the host and the link."""
-        if self._choices.on_device is not None:
+        if "on_device" in self._fixed:
             return found
         for counts in _varied(at, groups_on_device=[True], on_device=range(self._count, at.on_device, -1)):
             candidate = self._try(counts)
@@ -201,8 +176,8 @@ class PlacementSearch:
 
     def _attention(self, at: Counts) -> Iterable[Counts]:
         # Inputs that leave make room for it: each of the two may be worth nothing without the other.
-        may_leave = self._choices.inputs_offloaded is None
-        away = self._some_and_near(at.inputs_offloaded, 2) if may_leave else [at.inputs_offloaded]
+        stays = "inputs_offloaded" in self._fixed
+        away = [at.inputs_offloaded] if stays else self._some_and_near(at.inputs_offloaded, 2)
         return _varied(at, attention_kept=self._some_and_near(at.attention_kept, 2), inputs_offloaded=away)
 
     def _on_device(self, at: Counts) -> Iterable[Counts]:
@@ -229,7 +204,7 @@ class PlacementSearch:
         def fits_without(others: int) -> bool:
             return peak_bytes(self._outline, self._model, placement(self._count - others)) <= self._budget
 
-        kept = self._choices.kept
+        kept = self._fixed.get("kept")
         if kept is None:
             # If some number fits, so do smaller ones: the fewest that aren't kept.
             kept = self._count - bisect.bisect_left(range(self._count + 1), True, key=fits_without)

@@ -76,7 +76,7 @@ def test_the_leanest_step_is_the_one_that_the_engine_predicts() -> None:
     ids = torch.zeros((4, 64), dtype=torch.long)
     real = attach(model, **settings)
     real.device_plan.follow(model, {"input_ids": ids, "labels": ids})
-    assert forecaster(**settings).least_gpu_bytes(4, 64) == real.device_plan.predicted_bytes
+    assert forecaster(**settings).least_gpu_bytes(4, 64) == real.device_plan.made.predicted_bytes
 
 
 def test_no_parameter_has_memory_however_large_the_model() -> None:

@@ -202,15 +202,15 @@ def test_a_smaller_batch_is_planned_after_one_that_was_too_large_to_plan(monkeyp
     run = training(gpu_memory_gib=1.0)
     large, small = token_batches(1, batch=8)[0], token_batches(1, batch=2)[0]
     outline_step = device_plan.outline_step
-    take_way_of = device_plan.take_way_of
+    sent_bytes = device_plan.sent_bytes
 
     def no_room(*_: object) -> object:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(device_plan, "take_way_of", no_room)
+    monkeypatch.setattr(device_plan, "sent_bytes", no_room)
     with pytest.raises(torch.OutOfMemoryError):
         run.step(large)
-    monkeypatch.setattr(device_plan, "take_way_of", take_way_of)
+    monkeypatch.setattr(device_plan, "sent_bytes", sent_bytes)
     run.step(small)
     assert run.engine.predicted_device_bytes > 0
     assert device_plan.outline_step is outline_step

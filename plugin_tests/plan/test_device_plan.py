@@ -402,7 +402,7 @@ def test_batches_of_all_shapes_have_few_plans_which_all_of_them_fit(
         plan.follow(run.model, inputs)
         exact = device_plan.outline_step(run.model, run.engine.runtime, inputs, run.engine.device)
         taken = plan.fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), plan.placement)
-        assert taken <= plan.predicted_bytes <= budget_mib * MIB + LIBRARY_WORKSPACE_BYTES
+        assert taken <= plan.made.predicted_bytes <= budget_mib * MIB + LIBRARY_WORKSPACE_BYTES
     assert 1 < capsys.readouterr().err.count("megatrain: plan") <= 3
 
 
@@ -696,7 +696,7 @@ def test_forwards_that_wait_take_what_they_take_by_the_tiles_that_were_chosen_af
         plan._note(forwards_at_once=3)
         plan.follow(run.model, {"input_ids": ids, "labels": ids})
         assert run.engine.runtime.token_tile == 128
-        predicted.append(plan.predicted_bytes)
+        predicted.append(plan.made.predicted_bytes)
     assert predicted[0] == predicted[1]
 
 
@@ -722,8 +722,8 @@ def test_moments_in_bf16_make_the_predicted_step_of_the_host_shorter(monkeypatch
     for dtype in ("fp32", "bf16"):
         run = planned(200, moments_dtype=dtype, device_layers=0)
         run.engine.device_plan.follow(run.model, {"input_ids": batch(), "labels": batch()})
-        assert run.engine.device_plan.predicted_time is not None
-        host_step[dtype] = run.engine.device_plan.predicted_time.host_step
+        assert run.engine.device_plan.made.predicted_time is not None
+        host_step[dtype] = run.engine.device_plan.made.predicted_time.host_step
     assert host_step["bf16"] == pytest.approx(host_step["fp32"] * 18 / 26)
 
 

@@ -7,10 +7,11 @@ import math
 
 import pytest
 
+from megatrain_accelerate.config import PlacementSettings
 from megatrain_accelerate.layers.compiled_layer import MemoryBudget
 from megatrain_accelerate.plan.machine import Machine
-from megatrain_accelerate.plan.placement import Model, Placement, UnitSizes, peak_bytes, sent_bytes
-from megatrain_accelerate.plan.placement_search import Candidate, Choices, PlacementSearch
+from megatrain_accelerate.plan.placement import Model, Placement, UnitSizes, fixed_counts, peak_bytes, sent_bytes
+from megatrain_accelerate.plan.placement_search import Candidate, PlacementSearch
 from megatrain_accelerate.plan.step_memory import OpCosts
 from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepOutline
 from megatrain_accelerate.plan.step_simulation import StepTime, simulate_step
@@ -226,7 +227,8 @@ def test_kept_results_of_attention_are_there_while_the_rest_of_their_layer_runs(
 
 def found(budget: int, machine: Machine = MACHINE, sizes: Model | None = None, **choices: int | None) -> Candidate | None:
     settings = {"offloaded": 0, "inputs_offloaded": 0, **choices}
-    return PlacementSearch(outline(), sizes or model(), machine, budget, Choices(**settings), 10**9).best()  # type: ignore[arg-type]
+    fixed = {name: count for name, count in settings.items() if count is not None}
+    return PlacementSearch(outline(), sizes or model(), machine, budget, fixed, 10**9).best()
 
 
 def test_nothing_fits_a_budget_below_the_smallest_peak() -> None:
@@ -243,24 +245,29 @@ def test_a_huge_budget_puts_the_whole_model_on_the_device_where_the_host_bounds(
     assert best.placement == Placement.of_counts(LAYERS, kept=LAYERS, on_device=LAYERS, groups_on_device=True)
 
 
-@pytest.mark.parametrize("fixed", [{}, {"kept": LAYERS}, {"on_device": -1}, {"on_device": LAYERS}, {"offloaded": 0}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kept_layers": LAYERS}, {"device_layers": -1}, {"device_layers": LAYERS}, {"offloaded_layers": 0}],
+    ids=str,
+)
 def test_all_of_a_model_that_fits_is_on_the_device_though_the_host_would_step_a_part_of_it_faster(
-    fixed: dict[str, int],
+    settings: dict[str, int],
 ) -> None:
+    fixed = fixed_counts(PlacementSettings(**settings), LAYERS)  # type: ignore[arg-type]
     slow = dataclasses.replace(MACHINE, device_bytes=100.0)
     every = Placement.of_counts(LAYERS, kept=LAYERS, on_device=LAYERS, groups_on_device=True)
     on_host = simulate_step(outline(), model(), Placement.of_counts(LAYERS, kept=LAYERS), slow)
     assert on_host.seconds < simulate_step(outline(), model(), every, slow).seconds
     least = peak_bytes(outline(), model(), every)
     for budget, fits in ((least, True), (least - 1, False)):
-        found = PlacementSearch(outline(), model(), slow, budget, Choices(**fixed)).best()
+        found = PlacementSearch(outline(), model(), slow, budget, fixed).best()
         assert found is not None
         assert (found.placement == every) == fits
 
 
 @pytest.mark.parametrize("fixed", [{"kept": 2}, {"on_device": 3}], ids=str)
 def test_a_model_that_fits_is_placed_as_the_user_fixed_it(fixed: dict[str, int]) -> None:
-    found = PlacementSearch(outline(), model(), MACHINE, 10**6, Choices(**fixed)).best()
+    found = PlacementSearch(outline(), model(), MACHINE, 10**6, fixed).best()
     assert found is not None
     ((kind, count),) = fixed.items()
     assert len(getattr(found.placement, kind)) == count
@@ -297,7 +304,7 @@ def test_layers_on_the_device_and_offloaded_ones_are_found_where_neither_pays_al
 ) -> None:
     machine = dataclasses.replace(MACHINE, host_step_parameters=20.0, h2d_bytes=copies, d2h_bytes=copies)
     step, sizes = outline(forward_seconds=seconds, kept_forward_seconds=seconds, backward_seconds=2 * seconds), model()
-    best = PlacementSearch(step, sizes, machine, budget, Choices(), host_budget_bytes=1000).best()
+    best = PlacementSearch(step, sizes, machine, budget, {}, host_budget_bytes=1000).best()
     assert best is not None
     candidates = [
         Placement.of_counts(LAYERS, kept=kept, offloaded=offloaded, on_device=on_device, groups_on_device=groups)
@@ -315,7 +322,7 @@ def test_what_the_user_fixed_stays() -> None:
     best = found(10**6, kept=3, on_device=1)
     assert best is not None
     assert best.placement == Placement.of_counts(LAYERS, kept=3, on_device=1)
-    everything = found(10**6, on_device=-1)
+    everything = found(10**6, on_device=LAYERS, groups_on_device=True)
     assert everything is not None
     assert everything.placement.groups_on_device
 
@@ -338,9 +345,7 @@ def test_offloading_is_chosen_where_the_link_is_idle_and_host_memory_is_there() 
     assert best.placement.offloaded
 
     def without_host_memory(**fixed: int) -> Candidate | None:
-        return PlacementSearch(
-            outline(), model(), fast_link, SLOTS + 9 * 5 + 260, Choices(**fixed), host_budget_bytes=0
-        ).best()
+        return PlacementSearch(outline(), model(), fast_link, SLOTS + 9 * 5 + 260, fixed, host_budget_bytes=0).best()
 
     settled = without_host_memory(on_device=0)
     assert settled is not None
@@ -367,7 +372,7 @@ def test_inputs_leave_where_a_step_does_not_fit_with_them_and_no_more_than_must(
 def test_layers_with_tiles_keep_attention_first_where_room_is_short_and_attention_long() -> None:
     profile = {"attention": OpCosts(), "attention_bytes": 5, "attention_seconds": 0.8}
     budget = SLOTS + 9 * 5 + 100 + 10 * 5
-    fixed = Choices(offloaded=0, on_device=0, inputs_offloaded=0)
+    fixed = {"offloaded": 0, "on_device": 0, "inputs_offloaded": 0}
     for tile in (8192, 0):
         step = dataclasses.replace(outline(**profile), token_tile=tile)  # type: ignore[arg-type]
         best = PlacementSearch(step, model(), MACHINE, budget, fixed).best()
@@ -384,14 +389,14 @@ def test_inputs_leave_to_make_room_for_attention() -> None:
     step = dataclasses.replace(outline(**profile), token_tile=8192)  # type: ignore[arg-type]
     fixed = {"kept": 0, "offloaded": 0, "on_device": 0}
     seconds = {}
-    for inputs in (0, None):
-        choices = Choices(**fixed, inputs_offloaded=inputs)  # type: ignore[arg-type]
+    for may_leave in (False, True):
+        choices = fixed if may_leave else {**fixed, "inputs_offloaded": 0}
         best = PlacementSearch(step, model(), MACHINE, SLOTS + 9 * 5 + 100, choices, 10**9).best()
         assert best is not None
-        seconds[inputs] = best.time.seconds
+        seconds[may_leave] = best.time.seconds
     assert best.placement.inputs_offloaded
     assert len(best.placement.attention_kept) >= 6
-    assert seconds[None] < 0.9 * seconds[0]
+    assert seconds[True] < 0.9 * seconds[False]
 
 
 @pytest.mark.parametrize("layers", [10, 40])
@@ -401,7 +406,7 @@ def test_a_step_that_fits_with_one_number_of_inputs_away_is_found(layers: int) -
     for away in range(layers + 1):
         # Neither the device nor the host has room for one more.
         needed = peak_bytes(step, sizes, Placement.of_counts(layers, inputs_offloaded=away))
-        best = PlacementSearch(step, sizes, MACHINE, needed, Choices(**fixed), 5 * away).best()  # type: ignore[arg-type]
+        best = PlacementSearch(step, sizes, MACHINE, needed, fixed, 5 * away).best()
         assert best is not None, away
         assert len(best.placement.inputs_offloaded) <= away
 
@@ -409,7 +414,7 @@ def test_a_step_that_fits_with_one_number_of_inputs_away_is_found(layers: int) -
 def test_results_of_attention_wait_on_the_host_as_far_as_it_has_room() -> None:
     profile = {"attention": OpCosts(), "attention_bytes": 5, "attention_seconds": 0.8}
     step = dataclasses.replace(outline(**profile), token_tile=8192)  # type: ignore[arg-type]
-    choices = Choices(kept=0, offloaded=0, on_device=0)
+    choices = {"kept": 0, "offloaded": 0, "on_device": 0}
     attending = []
     for host in (10**9, 40, 10):
         # Device memory for what is there of two layers at a time, and a few more.
@@ -424,10 +429,10 @@ def test_results_of_attention_wait_on_the_host_as_far_as_it_has_room() -> None:
 
 
 def test_what_fits_in_no_way_takes_the_least_that_it_can() -> None:
-    choices = Choices(kept=0, offloaded=0, on_device=0)
+    choices = {"kept": 0, "offloaded": 0, "on_device": 0}
     placements = []
     for inputs, host in ((None, 10**6), (None, 20), (None, 0), (0, 10**6)):
-        free = dataclasses.replace(choices, inputs_offloaded=inputs)
+        free = choices if inputs is None else {**choices, "inputs_offloaded": inputs}
         search = PlacementSearch(outline(), model(), MACHINE, 10, free, host_budget_bytes=host)
         assert search.best() is None
         placements.append(search.leanest(Placement()))
@@ -440,7 +445,7 @@ def test_what_fits_in_no_way_takes_the_least_that_it_can() -> None:
 
 
 def test_inputs_stay_where_the_host_has_no_room_for_them() -> None:
-    choices = Choices(kept=0, offloaded=0, on_device=0, attention_kept=0)
+    choices = {"kept": 0, "offloaded": 0, "on_device": 0, "attention_kept": 0}
     assert PlacementSearch(outline(), model(), MACHINE, SLOTS + 9 * 5 + 80, choices, host_budget_bytes=10).best() is None
     assert PlacementSearch(outline(), model(), MACHINE, SLOTS + 9 * 5 + 80, choices, host_budget_bytes=100).best() is not None
 
@@ -473,7 +478,7 @@ def test_fp32_sums_are_counted_on_the_device_and_in_the_hosts_time() -> None:
 
 
 def test_a_host_without_room_is_no_reason_against_placements_that_offload_nothing() -> None:
-    search = PlacementSearch(outline(), model(), MACHINE, 10**6, Choices(), host_budget_bytes=-(10**9))
+    search = PlacementSearch(outline(), model(), MACHINE, 10**6, {}, host_budget_bytes=-(10**9))
     best = search.best()
     assert best is not None
     assert not best.placement.offloaded
@@ -485,7 +490,7 @@ BUDGETS = (MemoryBudget(0.0, 0.0, 1.0), MemoryBudget(0.4, 0.3, 0.5), MemoryBudge
 @pytest.mark.parametrize("room", [0, 60, 150, 250, 400, 1000])
 def test_layers_are_divided_between_two_neighbouring_memory_budgets_where_that_is_faster(room: int) -> None:
     step = outline(recompute_seconds=1.0, budgets=BUDGETS)
-    choices = Choices(offloaded=0, inputs_offloaded=0, attention_kept=0, on_device=0)
+    choices = {"offloaded": 0, "inputs_offloaded": 0, "attention_kept": 0, "on_device": 0}
     budget = 200 + SLOTS + room
 
     def best(step: StepOutline) -> Candidate:
@@ -524,7 +529,7 @@ def test_a_layer_at_a_memory_budget_takes_its_share_of_time_and_memory() -> None
 
 def test_settings_that_say_how_many_layers_are_kept_keep_them_whole() -> None:
     step = outline(recompute_seconds=1.0, budgets=BUDGETS)
-    found = PlacementSearch(step, model(), MACHINE, 10_000, Choices(kept=3)).best()
+    found = PlacementSearch(step, model(), MACHINE, 10_000, {"kept": 3}).best()
     assert found is not None
     assert found.placement.budgets == (0.0, 1.0)
     assert len(found.placement.kept) == 3
