@@ -16,10 +16,11 @@ from megatrain_accelerate.engine import EXPERTS_IN_PARTS, Engine
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.estimate.machine_description import MachineDescription
 from megatrain_accelerate.gradients.exchange import Exchange
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.layer_discovery import Discovery, wants_whole_layers
-from megatrain_accelerate.plan.placement import Model, Placement
+from megatrain_accelerate.plan.placement import Model
 from megatrain_accelerate.plan.placement_search import Candidate
 from megatrain_accelerate.plan.step_profile import StepOutline
 from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES
@@ -186,7 +187,7 @@ class ForecastPlan(DevicePlan):
     def leanest(self, outline: StepOutline) -> Candidate:
         """The placement that takes the least device memory, whether it fits or not: what the settings ask for and nothing
         more, and as many inputs on the host as it has room for if they may leave."""
-        return self.search_for(outline).leanest(self._asked)
+        return self.search_for(outline).leanest()
 
     def least_bytes(self, outline: StepOutline) -> int:
         """Device memory of the step under :meth:`leanest`."""

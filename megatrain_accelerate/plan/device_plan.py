@@ -17,6 +17,7 @@ from torch import nn
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.kernels.device import can_step_on
 from megatrain_accelerate.layers.micro_batches import rows_of
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.runtime import StreamingRuntime, forwards_are_open
 from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.plan.evaluation_weights import EvaluationWeights
@@ -40,7 +41,7 @@ from megatrain_accelerate.plan.other_batches import (
     sizes_after,
     sizes_vary,
 )
-from megatrain_accelerate.plan.placement import Model, Placement, UnitSizes, fixed_counts, peak_bytes, sent_bytes
+from megatrain_accelerate.plan.placement import Counts, Model, UnitSizes, fixed_counts, peak_bytes, sent_bytes
 from megatrain_accelerate.plan.placement_search import Candidate, PlacementSearch
 from megatrain_accelerate.plan.plan_record import RESUMED_SHARE_OF_DEVICE, PlanRecord, made_for
 from megatrain_accelerate.plan.plan_table import plan_table
@@ -108,13 +109,10 @@ class DevicePlan:
         """Backwards before each optimizer step."""
         self.reserved_share = 0.0
         """Of the device's memory, what stays free for somebody who takes it by turns with the model, and not now."""
-        count = len(runtime.layers)
-        self._fixed = fixed_counts(config.placement, count)
         runtime.token_tile = 0 if config.token_tile == "auto" else int(config.token_tile)
-        self._asked = Placement.of_counts(count, **self._fixed)
         # An optimizer may work there alone.
-        runtime.keep_states_on_host = lambda: self._place(self.placement.with_states_on_host())
-        self._place(self._asked)
+        runtime.keep_states_on_host = self._keep_states_on_host
+        self._place(self._settled())
 
     @property
     def placement(self) -> Placement:
@@ -283,7 +281,7 @@ class DevicePlan:
         placement, time = self.placement, None
         if budget_bytes:
             search = self.search_for(outline, budget_bytes)
-            found = search.best() or search.leanest(self._settled())
+            found = search.best() or search.leanest()
             placement, time = found.placement, None if outline.surely_fits else found.time
         step_bytes, fixed_bytes = peak_bytes(outline, self.model_sizes(), placement), self.fixed_bytes(outline)
         plan = dataclasses.replace(
@@ -513,11 +511,10 @@ class DevicePlan:
 
     def search_for(self, outline: StepOutline, budget_bytes: int | None = None) -> PlacementSearch:
         """For the placement of such a step, in the whole budget unless another is named."""
-        may_move = self._runtime.states_may_move and can_step_on(self._device)
-        fixed = self._fixed if may_move else {**self._fixed, "on_device": 0, "groups_on_device": False}
         budget_bytes = self._budget_bytes() if budget_bytes is None else budget_bytes
         step_bytes = budget_bytes - self.fixed_bytes(outline)
-        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, fixed, self._host_budget_bytes())
+        host_bytes = self._host_budget_bytes()
+        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, self._fixed(), host_bytes)
 
     def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
         is_plain = self._runtime.runs_whole and self.search_for(outline).everything() is not None
@@ -546,9 +543,18 @@ class DevicePlan:
         self._runtime.activations.spacing = placement.offload_spacing
         self._runtime.place(placement.on_device, placement.groups_on_device)
 
+    def _keep_states_on_host(self) -> None:
+        self._place(dataclasses.replace(self.placement, on_device=frozenset(), groups_on_device=False))
+
+    def _fixed(self) -> dict[str, Any]:
+        """The counts that the settings leave no choice of, as far as the optimizers allow it."""
+        fixed = fixed_counts(self._config.placement, len(self._runtime.layers))
+        may_move = self._runtime.states_may_move and can_step_on(self._device)
+        return fixed if may_move else {**fixed, "on_device": 0, "groups_on_device": False}
+
     def _settled(self) -> Placement:
-        """What the settings ask for and nothing more, as far as the optimizers allow it."""
-        return self._asked if self._runtime.states_may_move else self._asked.with_states_on_host()
+        """What the settings ask for and nothing more."""
+        return Counts(**self._fixed()).placement(len(self._runtime.layers))
 
     def model_sizes(self) -> Model:
         runtime, config, sizes = self._runtime, self._config, self._unit_sizes

@@ -293,11 +293,10 @@ def _kept_by(model: nn.Module) -> tuple[list[Any], list[Any]]:
     homes = {name for name in names if name.split(".")[0] not in _NOT_OF_MODELS and name in sys.modules}
     for home in homes:
         todo += [(value, home) for name, value in vars(sys.modules[home]).items() if not name.startswith("__")]
-    caches: dict[int, Any] = {}
-    containers: dict[int, Any] = {}
+    caches: list[Any] = []
+    containers: list[Any] = []
     seen: set[tuple[int, str]] = set()
-    while todo:
-        value, home = todo.pop()
+    for value, home in todo:  # which grows
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
         elif isinstance(value, property):
@@ -306,7 +305,7 @@ def _kept_by(model: nn.Module) -> tuple[list[Any], list[Any]]:
             continue
         seen.add((id(value), home))
         if isinstance(value, _Cache):
-            caches[id(value)] = value
+            caches.append(value)
         elif isinstance(value, types.FunctionType):
             for cell in value.__closure__ or ():
                 with contextlib.suppress(ValueError):  # the cell is still empty
@@ -315,9 +314,9 @@ def _kept_by(model: nn.Module) -> tuple[list[Any], list[Any]]:
         elif isinstance(value, type) and value.__module__ == home:
             todo += [(attribute, home) for attribute in vars(value).values()]
         elif type(value) in _CONTAINERS and len(value) <= _MOST_ENTRIES:
-            containers[id(value)] = value
+            containers.append(value)
             entries = value.values() if isinstance(value, dict) else value
             todo += [(entry, "") for entry in entries if not isinstance(entry, str)]
         elif type(value).__module__ in homes and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
             todo.append((vars(value), ""))
-    return list(caches.values()), list(containers.values())
+    return caches, containers

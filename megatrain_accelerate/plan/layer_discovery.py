@@ -182,15 +182,14 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> lis
                 )
     heads = {name for name, _ in layers}
     inside = {id(module) for _, layer in layers for module in layer.modules()}
-    readers: dict[int, list[nn.Module]] = {}
+    readers: dict[int, list[str]] = {}
     outside: dict[str, tuple[nn.Module, int]] = {}  # by name, with how many layers come before each in the model
-    names: dict[int, str] = {}
     layers_seen = 0
     for name, module in model.named_modules():
         layers_seen += name in heads
         if id(module) in inside:
             continue
-        outside[name], names[id(module)] = (module, layers_seen), name
+        outside[name] = (module, layers_seen)
         for key, parameter in module.named_parameters(recurse=False):
             if id(parameter) in in_layers:
                 raise UnsupportedError(
@@ -198,7 +197,7 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> lis
                     "one inside a layer can't stream yet. Give each a parameter of its own, or name the classes of the blocks "
                     "inside the layers that don't hold it in megatrain_config.layer_classes: it stays on the GPU then"
                 )
-            readers.setdefault(id(parameter), []).append(module)
+            readers.setdefault(id(parameter), []).append(name)
 
     def users(name: str) -> Iterator[nn.Module]:
         """The module, what is around it up to the outermost without layers, and a parent with layers that may read it first:
@@ -222,11 +221,12 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> lis
         own = [(k, p) for k, p in module._parameters.items() if p is not None and id(p) not in taken]
         taken.update(id(parameter) for _, parameter in own)
         if own:
-            modules = {id(reader): reader for _, parameter in own for reader in readers[id(parameter)]}
-            using = {id(user): user for reader in modules for user in users(names[reader])}
+            reading = dict.fromkeys(reader for _, parameter in own for reader in readers[id(parameter)])
+            modules = tuple(outside[reader][0] for reader in reading)
+            using = {id(user): user for reader in reading for user in users(reader)}
             # Embeddings are read first wherever they stand: those of a language model before the layers of its vision tower.
             before = 0 if isinstance(module, nn.Embedding) else seen
-            residents.append(ResidentSpec(name, tuple(modules.values()), tuple(using.values()), tuple(own), before))
+            residents.append(ResidentSpec(name, modules, tuple(using.values()), tuple(own), before))
     return residents
 
 

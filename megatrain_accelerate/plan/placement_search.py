@@ -9,8 +9,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.plan.machine import Machine
-from megatrain_accelerate.plan.placement import Counts, Model, Placement, peak_bytes, sent_bytes
+from megatrain_accelerate.plan.placement import Counts, Model, peak_bytes, sent_bytes
 from megatrain_accelerate.plan.step_profile import StepOutline
 from megatrain_accelerate.plan.step_simulation import StepTime, simulate_step
 
@@ -89,17 +90,21 @@ class PlacementSearch:
         self._try = functools.cache(self._evaluate)
         is_free = "kept" not in fixed and not fixed.get("offloaded")
         self._budget_pairs = dict.fromkeys([*(outline.budget_pairs if is_free else ()), _WHOLE])
+        some, count = _spread(self._count), self._count
         variations = [
-            (self._inputs, {"inputs_offloaded"}),
+            ({"inputs_offloaded"}, lambda at: _varied(at, inputs_offloaded=self._some_and_near(at.inputs_offloaded, 2))),
             # Layers without tiles are compiled, and attention is part of their graph.
-            *([(self._attention, {"attention_kept"})] if outline.token_tile else []),
-            (lambda at: _varied(at, groups_on_device=[not at.groups_on_device]), {"on_device"}),
-            (self._on_device, {"on_device"}),
-            (self._near, {"on_device"}),
-            (self._offloaded, {"offloaded"}),
-            (self._offloaded_for_layers, {"offloaded", "on_device"}),
+            *([({"attention_kept"}, self._attention)] if outline.token_tile else []),
+            ({"on_device"}, lambda at: _varied(at, groups_on_device=[not at.groups_on_device])),
+            (
+                {"on_device"},
+                lambda at: _varied(at, groups_on_device=(at.groups_on_device, not at.groups_on_device), on_device=some),
+            ),
+            ({"on_device"}, lambda at: _varied(at, on_device=_around(at.on_device, 3, count), groups_on_device=(False, True))),
+            ({"offloaded"}, self._offloaded),
+            ({"offloaded", "on_device"}, self._offloaded_for_layers),
         ]
-        self._variations = [variation for variation, varied in variations if not varied & fixed.keys()]
+        self._variations = [variation for varied, variation in variations if not varied & fixed.keys()]
 
     @property
     def something_fits(self) -> bool:
@@ -145,8 +150,9 @@ class PlacementSearch:
         inputs = [start.inputs_offloaded] if "inputs_offloaded" in self._fixed else range(self._count + 1)
         return next((counts for counts in _varied(start, inputs_offloaded=inputs) if self._try(counts) is not None), None)
 
-    def leanest(self, settled: Placement) -> Candidate:
-        """For a step that fits in no way: ``settled``, without the inputs that the host has room for if they may leave."""
+    def leanest(self) -> Candidate:
+        """For a step that fits in no way: what is fixed, without the inputs that the host has room for if they may leave."""
+        settled = Counts(**self._fixed).placement(self._count)
         placements = [settled]
         for count in range(1, 1 if "inputs_offloaded" in self._fixed else self._count + 1):
             leaving = dataclasses.replace(settled, inputs_offloaded=frozenset(range(count)), offload_spacing=1)
@@ -171,20 +177,11 @@ class PlacementSearch:
     def _some_and_near(self, count: int, reach: int) -> list[int]:
         return sorted({*_spread(self._count), *_around(count, reach, self._count)})
 
-    def _inputs(self, at: Counts) -> Iterable[Counts]:
-        return _varied(at, inputs_offloaded=self._some_and_near(at.inputs_offloaded, 2))
-
     def _attention(self, at: Counts) -> Iterable[Counts]:
         # Inputs that leave make room for it: each of the two may be worth nothing without the other.
         stays = "inputs_offloaded" in self._fixed
         away = [at.inputs_offloaded] if stays else self._some_and_near(at.inputs_offloaded, 2)
         return _varied(at, attention_kept=self._some_and_near(at.attention_kept, 2), inputs_offloaded=away)
-
-    def _on_device(self, at: Counts) -> Iterable[Counts]:
-        return _varied(at, groups_on_device=(at.groups_on_device, not at.groups_on_device), on_device=_spread(self._count))
-
-    def _near(self, at: Counts) -> Iterable[Counts]:
-        return _varied(at, on_device=_around(at.on_device, 3, self._count), groups_on_device=(False, True))
 
     def _offloaded(self, at: Counts) -> Iterable[Counts]:
         return _varied(at, offloaded=self._some_and_near(at.offloaded, 3) if at.budgets == _WHOLE else ())
@@ -199,7 +196,7 @@ class PlacementSearch:
         """The candidate with as many kept layers as fit; None if it doesn't fit with any."""
 
         def placement(kept: int) -> Placement:
-            return Placement.of_counts(self._count, **{**vars(counts), "kept": kept})
+            return dataclasses.replace(counts, kept=kept).placement(self._count)
 
         def fits_without(others: int) -> bool:
             return peak_bytes(self._outline, self._model, placement(self._count - others)) <= self._budget

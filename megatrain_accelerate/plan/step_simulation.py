@@ -19,8 +19,9 @@ import dataclasses
 from collections.abc import Hashable
 
 from megatrain_accelerate.gradients.offload import GRADIENT_SLOTS
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.plan.machine import Machine
-from megatrain_accelerate.plan.placement import Model, Placement, UnitSizes, sent_bytes
+from megatrain_accelerate.plan.placement import Model, UnitSizes, sent_bytes
 from megatrain_accelerate.plan.step_memory import OpCosts
 from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepOutline
 

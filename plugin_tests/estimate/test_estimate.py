@@ -455,6 +455,6 @@ def test_the_search_is_the_plans_own() -> None:
         MACHINE,
         budget,
         host_budget_bytes=found.plan._host_budget_bytes(),
-        choices=found.plan._choices,
+        fixed=found.plan._fixed(),
     )
     assert search.best() == found.forecast(2, 64).candidate

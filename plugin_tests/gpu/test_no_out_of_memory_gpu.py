@@ -68,7 +68,7 @@ def smallest_budget_bytes(case: dict[str, int]) -> int:
     ids = torch.zeros(case["batch"], case["length"] + case["longer"], dtype=torch.long, device="cuda")
     run.engine.device_plan.follow(run.model, {"input_ids": ids, "labels": ids})
     run.engine.close()
-    return run.engine.predicted_device_bytes
+    return run.engine.device_plan.made.predicted_bytes
 
 
 def built(case: dict[str, int], **settings: object) -> Training:

@@ -12,10 +12,10 @@ from engine_runs import Training, assert_equal_states, attach, place
 from plain_torch import tiny_model, token_batches
 from torch import nn
 
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.host_step import TAKEN_OVER
 from megatrain_accelerate.plan import device_plan
-from megatrain_accelerate.plan.placement import Placement
 from megatrain_accelerate.store import unit as host_store
 
 pytestmark = pytest.mark.usefixtures("outlined_once")
@@ -212,7 +212,7 @@ def test_a_smaller_batch_is_planned_after_one_that_was_too_large_to_plan(monkeyp
         run.step(large)
     monkeypatch.setattr(device_plan, "sent_bytes", sent_bytes)
     run.step(small)
-    assert run.engine.predicted_device_bytes > 0
+    assert run.engine.device_plan.made.predicted_bytes > 0
     assert device_plan.outline_step is outline_step
 
 
