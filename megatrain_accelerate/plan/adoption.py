@@ -45,9 +45,8 @@ class Adoption:
         expand_segments(device)  # before the first of the engine's tensors there
         wants_weights = is_without_weights(model) and device.type != "meta"
         self._meta_weights = _MetaWeights(model, discovery, device) if wants_weights else None
-        groups = [[parameter for _, parameter in group] for group in discovery.parameter_groups()]
         files = FileMappings()
-        self._pages = [files.pages(group) for group in groups]
+        self._pages = [files.pages(parameter for _, parameter in group) for group in discovery.parameter_groups()]
         mapped = sum(end - start for ranges in self._pages for start, end in ranges)
         self._gives_cache_back = unused_host_bytes() < store_bytes + mapped
         self._made = self._freed_bytes = 0
@@ -168,7 +167,7 @@ class _MetaWeights:
             for index, (_, layer) in enumerate(discovery.layers)
             for module in (layer, *(spec.module for spec in discovery.experts_of(index)))
         ]
-        of_units += [[spec.modules[0]] for spec in discovery.residents]
+        of_units += [[spec.owner] for spec in discovery.residents]
         self._unit_of = {part: unit for unit, parts in enumerate(of_units) for part in parts}
         logger.warning(
             "megatrain: the model was built without weights (on the meta device); they are initialised at random, by seed %d. "

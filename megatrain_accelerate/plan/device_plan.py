@@ -42,7 +42,7 @@ from megatrain_accelerate.plan.other_batches import (
     sizes_vary,
 )
 from megatrain_accelerate.plan.placement import Counts, Model, UnitSizes, fixed_counts, peak_bytes, sent_bytes
-from megatrain_accelerate.plan.placement_search import Candidate, PlacementSearch
+from megatrain_accelerate.plan.placement_search import PlacementSearch
 from megatrain_accelerate.plan.plan_record import RESUMED_SHARE_OF_DEVICE, PlanRecord, made_for
 from megatrain_accelerate.plan.plan_table import plan_table
 from megatrain_accelerate.plan.step_outline import outline_step
@@ -458,10 +458,6 @@ class DevicePlan:
         asked = samples if cut.asked is None else min(cut.asked, samples)
         with replaced(cut, "asked", asked), replaced(self, "micro_batches", 1):
             yield
-
-    def weigh(self, model: nn.Module, inputs: Mapping[str, Any]) -> Candidate | None:
-        """The fastest placement for steps on ``inputs``, which isn't applied; None if none fits. Raises as :meth:`foresee`."""
-        return self.search_for(self.foresee(model, inputs)).best()
 
     def _decide_on_compiling(self, outline: StepOutline) -> None:
         """The first outline of a training decides whether it is long enough to pay for compiling layers. The first step runs
