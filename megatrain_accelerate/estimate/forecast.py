@@ -142,7 +142,8 @@ class Forecaster:
         least = []
         for way in itertools.product(pieces, tiles if setting == "auto" else [int(setting)]):
             with layers_run(runtime, *way):
-                least.append(self.plan.least_bytes(self._outline(batch, length)))
+                outline = self._outline(batch, length)
+                least.append(self.plan.fixed_bytes(outline) + self.plan.search_for(outline).leanest().peak_bytes)
         return min(least)
 
     def forecast(self, batch: int, length: int) -> Forecast:
@@ -162,7 +163,7 @@ class Forecaster:
     def _forecast_of(
         self, batch: int, length: int, outline: StepOutline, found: Candidate | None, joined: bool = False
     ) -> Forecast:
-        chosen = found or self.plan.leanest(outline)
+        chosen = found or self.plan.search_for(outline).leanest()
         kept = [event.kind for event in outline.forward_calls if event.layer in chosen.placement.kept]
         sent = sum(sent_bytes(outline, chosen.placement))
         # All units are adopted on the host; then some move, and activations take their place.

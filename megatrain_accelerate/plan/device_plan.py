@@ -92,8 +92,8 @@ class DevicePlan:
         self._table: str | None = None
         """That of a plan that was just made, until it is shown."""
         self._ranks = runtime.sums.ranks
-        self._smallest_budget_bytes: int | None = None
-        """Of several ranks, while they plan together."""
+        self._given_budget_bytes: int | None = None
+        """The smallest of several ranks', while they plan together."""
         self._exchange_bytes = math.inf
         """Of gradients that several ranks exchange a second."""
         self._leaves_cudnn_out = False
@@ -226,7 +226,7 @@ class DevicePlan:
             _ = self._machine  # which is measured when it is first asked for
             self._exchange_bytes = exchange.trial() / seconds_of(self._device, exchange.trial)
         failure: Exception | None = None
-        with replaced(self, "_smallest_budget_bytes", min(ranks.gather(self._budget_bytes()))):
+        with replaced(self, "_given_budget_bytes", min(ranks.gather(self._budget_bytes()))):
             if ranks.rank == planner:
                 # Another rank's batch may have less padding.
                 real = self._runtime.calls.real if self._extent(inputs).covers(extent) else None
@@ -586,8 +586,8 @@ class DevicePlan:
 
     def _budget_bytes(self) -> int:
         """Bytes of the device that a step may take, what the engine holds included; 0 without a GPU."""
-        if self._smallest_budget_bytes is not None:
-            return self._smallest_budget_bytes
+        if self._given_budget_bytes is not None:
+            return self._given_budget_bytes
         if self._config.gpu_memory_bytes is not None:
             return self._config.gpu_memory_bytes
         if self._device.type != "cuda":

@@ -47,11 +47,9 @@ class Candidate:
         return other is None or self.time.seconds <= (1 - WORTH_IT) * other.time.seconds
 
 
-def _spread(count: int, most: int = 13) -> list[int]:
-    """0 to ``count``, at most ``most`` of them."""
-    if count < most:
-        return list(range(count + 1))
-    return sorted({round(i * count / (most - 1)) for i in range(most)})
+def _spread(count: int) -> list[int]:
+    """0 to ``count``, at most 13 of them."""
+    return sorted({round(i * count / 12) for i in range(13)})
 
 
 def _around(count: int, reach: int, most: int) -> range:
