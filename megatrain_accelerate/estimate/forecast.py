@@ -91,7 +91,7 @@ class Forecaster:
             require_steps_after_backward(config)
         self.model, self.config, self.machine, self.micro_batches = model.train(), config, machine.machine, micro_batches
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.active_parameters = active_parameters(model, getattr(model, "config", None))
+        self.active_parameters = active_parameters(model)
         self.engine = MetaEngine(model, config, machine.gpu_bytes, machine.gpus, machine.machines)
         require_layers(len(self.engine.runtime.layers), config.placement)
         self.plan = self.engine.device_plan = ForecastPlan(self.engine, config, machine, micro_batches)

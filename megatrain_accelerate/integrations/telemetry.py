@@ -125,7 +125,7 @@ class Telemetry:
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         self.engine = engine
         """That of the model by now: a later one goes on counting where the one before it ended."""
-        self._active_parameters = active_parameters(model, getattr(model, "config", None))
+        self._active_parameters = active_parameters(model)
         self._tokens = TokenCounter(model)
         self._before = dataclasses.replace(engine.runtime.meter.counters)
         self._seconds = 0.0

@@ -348,10 +348,11 @@ def split_experts(
     return dataclasses.replace(discovery, experts=tuple(dataclasses.replace(spec, parts=parts) for spec in found))
 
 
-def active_parameters(model: nn.Module, config: Any) -> int:
+def active_parameters(model: nn.Module) -> int:
     """Parameters that a token meets, frozen ones too: all, but for the experts that it isn't sent to. Experts are the
     parameters with ``.experts.`` in their names, adapters on them among them, as transformers has them. Shared experts,
-    which every token is sent to, count whole. ``config`` is the model's, or None."""
+    which every token is sent to, count whole."""
+    config: Any = getattr(model, "config", None)
     total = sum(parameter.numel() for parameter in model.parameters())
     # One that isn't of transformers, or has several texts, speaks for itself.
     with contextlib.suppress(AttributeError, ValueError):
