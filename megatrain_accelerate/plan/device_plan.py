@@ -429,7 +429,7 @@ class DevicePlan:
         if key not in self._foreseen:
             self._runtime.refresh_if_written()
             ways = self._ways(model, inputs)
-            outline, _ = ways.best()
+            outline = ways.best()[0] if self.has_budget else ways.outline()
             real = self._runtime.calls.real
             self._decide_on_compiling(outline)
             if self._runtime.calls.real is not real:  # compiled layers compute padding too
@@ -503,7 +503,7 @@ class DevicePlan:
         outline = functools.partial(outline_step, model, self._runtime, inputs, self._device)
         ids = inputs.get("input_ids")  # beside which a picture may have a row for each of its patches
         samples = max(rows_of(dict(inputs) if ids is None else ids), default=1)
-        return WayChoice(self._runtime, self._config, samples, outline, self.search_for if self.has_budget else None)
+        return WayChoice(self._runtime, self._config, samples, outline, self.search_for)
 
     def search_for(self, outline: StepOutline, budget_bytes: int | None = None) -> PlacementSearch:
         """For the placement of such a step, in the whole budget unless another is named."""

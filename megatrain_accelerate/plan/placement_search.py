@@ -125,10 +125,9 @@ class PlacementSearch:
         return found if found is not None and len(found.placement.kept) == self._count else None
 
     def _best_with(self, budgets: tuple[float, float]) -> Candidate | None:
-        best = self._first_that_fits(budgets)
-        found = None if best is None else self._try(best)
-        if best is None or found is None:
+        if (first := self._first_that_fits(budgets)) is None:
             return None
+        best, found = first
         for _ in range(3):
             before = best
             for variation in self._variations:
@@ -141,12 +140,13 @@ class PlacementSearch:
                 break
         return self._filled(best, found)
 
-    def _first_that_fits(self, budgets: tuple[float, float]) -> Counts | None:
+    def _first_that_fits(self, budgets: tuple[float, float]) -> tuple[Counts, Candidate] | None:
         """The placement that takes the least, with as few inputs away as it must. One more may be too many for the host,
         one less for the device."""
         start = Counts(**self._fixed, budgets=budgets)
         inputs = [start.inputs_offloaded] if "inputs_offloaded" in self._fixed else range(self._count + 1)
-        return next((counts for counts in _varied(start, inputs_offloaded=inputs) if self._try(counts) is not None), None)
+        tried = ((counts, self._try(counts)) for counts in _varied(start, inputs_offloaded=inputs))
+        return next(((counts, found) for counts, found in tried if found is not None), None)
 
     def leanest(self) -> Candidate:
         """For a step that fits in no way: what is fixed, without the inputs that the host has room for if they may leave."""

@@ -38,8 +38,7 @@ class WayChoice:
     """Chooses how the layers of one step on so many ``samples`` run, as far as ``micro_batch_size`` and ``token_tile`` of
     the settings leave a choice. The runtime is left as it was.
 
-    ``outline`` makes the outline of the step as the runtime would run it now; ``search`` is for the placement of one, and None
-    where there is no budget to fit.
+    ``outline`` makes the outline of the step as the runtime would run it now; ``search`` is for the placement of one.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class WayChoice:
         config: MegatrainConfig,
         samples: int,
         outline: Callable[[], StepOutline],
-        search: Callable[[StepOutline], PlacementSearch] | None,
+        search: Callable[[StepOutline], PlacementSearch],
     ) -> None:
         self._runtime, self.outline, self._search = runtime, outline, search
         asked = runtime.batch_cut.asked
@@ -61,19 +60,19 @@ class WayChoice:
         that takes the least memory, and None."""
         whole, by_whole = self._fastest(self._tile or 0)
         is_short = all(profile.length < LONG_TOKENS for profile in whole.profiles.values())
-        if self._search is None or self._tile is not None or (by_whole is not None and is_short):
+        if self._tile is not None or (by_whole is not None and is_short):
             return whole, by_whole
-        tiled, by_tiles = self._fastest(AUTO_TILE_TOKENS)
-        is_better = by_tiles is not None or tiled.largest_layer_bytes < whole.largest_layer_bytes
-        if by_whole is not None:
-            is_better = by_tiles is not None and by_tiles.time.seconds < by_whole.time.seconds
-        return (tiled, by_tiles) if is_better else (whole, by_whole)
+
+        def costs(found: tuple[StepOutline, Candidate | None]) -> tuple[bool, float]:
+            outline, candidate = found
+            return candidate is None, outline.largest_layer_bytes if candidate is None else candidate.time.seconds
+
+        return min((whole, by_whole), self._fastest(AUTO_TILE_TOKENS), key=costs)
 
     def measured(self, outline: StepOutline, measure: Callable[[StepOutline], StepOutline]) -> tuple[StepOutline, StepOutline]:
         """Measures a step by the way of ``outline``, or, where that turns out not to fit, by the next that takes less memory:
         kernels have workspaces that a run without data doesn't see (of attention's backward several times the hidden states).
         Returns the outline and what was measured of it; raises a ``torch.OutOfMemoryError`` where a layer fits by no way."""
-        assert self._search is not None
         found: tuple[StepOutline, StepOutline] | None = None
         error = torch.OutOfMemoryError()
         for leaner in self._ever_leaner(outline):
@@ -95,10 +94,7 @@ class WayChoice:
 
     def _fastest(self, tile_tokens: int) -> tuple[StepOutline, Candidate | None]:
         """The whole batch if that fits, else the largest pieces that do, and the best placement; else the smallest pieces."""
-        whole = self._outlined(None, tile_tokens)
-        if self._search is None:
-            return whole, None
-        for found in self._whole_and_in_pieces(whole):
+        for found in self._whole_and_in_pieces(self._outlined(None, tile_tokens)):
             best = self._search(found).best()
             if best is not None:
                 break
