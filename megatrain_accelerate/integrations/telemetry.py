@@ -198,7 +198,7 @@ class Telemetry:
         plan = self.engine.device_plan
         if (predicted := plan.made.predicted_time) is not None:
             values["predicted_step_ms"] = 1e3 * predicted.seconds
-        placement = plan.placement
+        placement = plan.made.placement
         if placement != self._logged_placement:  # once for each plan is enough
             self._logged_placement = placement
             values |= {f"host_{kind}_gib": count / GIB for kind, count in self.engine.host_bytes_by_kind().items()}

@@ -115,11 +115,6 @@ class DevicePlan:
         self._place(self._settled())
 
     @property
-    def placement(self) -> Placement:
-        """What becomes of each layer now, and where units live."""
-        return self.made.placement
-
-    @property
     def record(self) -> dict[str, Any] | None:
         """The last plan, as :meth:`PlanRecord.as_data` gives it; None before the first, and without a predicted time."""
         is_planned = self.made.plans and self.made.predicted_time is not None and self._compiles_after is None
@@ -170,7 +165,7 @@ class DevicePlan:
         if self._runtime.open_forwards:
             return
         self.evaluation_weights.before_forward(model, inputs, self._left_bytes)
-        if self.placement.on_device and not self._is_displaced and self._device.type == "cuda":
+        if self.made.placement.on_device and not self._is_displaced and self._device.type == "cuda":
             needed_bytes = self.evaluation_weights.needed_bytes(model, inputs)
             if needed_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
                 logger.info("megatrain: layers leave the GPU for an evaluation of %.1f GiB", needed_bytes / GIB)
@@ -185,14 +180,14 @@ class DevicePlan:
             if open_forwards >= self.made.forwards_at_once:
                 self._note(forwards_at_once=open_forwards + 1, planned=BatchExtent())
             nothing = frozenset[int]()
-            recomputed = dataclasses.replace(self.placement, kept=nothing, offloaded=nothing, attention_kept=nothing)
+            recomputed = dataclasses.replace(self.made.placement, kept=nothing, offloaded=nothing, attention_kept=nothing)
             self._runtime.calls.policy = recomputed
             return
         if self._compiles_after is not None and self._runtime.steps_taken > self._compiles_after:
             self._run_layers(compiled=True)
-        self._runtime.calls.policy = self.placement
+        self._runtime.calls.policy = self.made.placement
         if self._is_displaced:
-            self._place(self.placement)
+            self._place(self.made.placement)
             self._is_displaced = False
         if self._runtime.ranks is None:
             self._plan_alone(model, inputs, self._extent(inputs), row_size(inputs))
@@ -278,7 +273,7 @@ class DevicePlan:
             self._place(self._settled())
             self._note(planned=seen)
             return
-        placement, time = self.placement, None
+        placement, time = self.made.placement, None
         if budget_bytes:
             search = self.search_for(outline, budget_bytes)
             found = search.best() or search.leanest()
@@ -517,7 +512,7 @@ class DevicePlan:
         try:
             return measure_layers(model, self._runtime, inputs, outline, self._budget_bytes(), is_plain)
         except torch.OutOfMemoryError:
-            if self.placement == self._settled():
+            if self.made.placement == self._settled():
                 raise
         except Exception as error:  # if it is more than the trial's, the training's own forward raises it
             logger.info("megatrain: layers can't be measured, their costs are reckoned (%s)", error)
@@ -540,7 +535,7 @@ class DevicePlan:
         self._runtime.place(placement.on_device, placement.groups_on_device)
 
     def _keep_states_on_host(self) -> None:
-        self._place(dataclasses.replace(self.placement, on_device=frozenset(), groups_on_device=False))
+        self._place(dataclasses.replace(self.made.placement, on_device=frozenset(), groups_on_device=False))
 
     def _fixed(self) -> dict[str, Any]:
         """The counts that the settings leave no choice of, as far as the optimizers allow it."""

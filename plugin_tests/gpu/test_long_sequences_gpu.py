@@ -156,7 +156,7 @@ def test_inputs_leave_for_as_many_layers_as_must(monkeypatch: pytest.MonkeyPatch
     all_here, predicted, _ = peak_of_step(length, **settings, offloaded_inputs=False)
     budget = predicted - 2 * hidden
     peak, _, run = peak_of_step(length, **settings, gpu_memory_gib=budget / GIB)
-    away = run.engine.device_plan.placement.inputs_offloaded
+    away = run.engine.device_plan.made.placement.inputs_offloaded
     assert 2 <= len(away) < 6
     assert peak <= budget
     assert peak < all_here

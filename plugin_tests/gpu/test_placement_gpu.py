@@ -119,8 +119,8 @@ def trained(*lengths: int, **settings: object) -> Training:
 
 def test_a_model_that_fits_is_wholly_on_the_gpu() -> None:
     run = trained(device_layers=None)
-    assert run.engine.device_plan.placement.groups_on_device
-    assert len(run.engine.device_plan.placement.on_device) == 12
+    assert run.engine.device_plan.made.placement.groups_on_device
+    assert len(run.engine.device_plan.made.placement.on_device) == 12
     assert sum(run.engine.host_bytes_by_kind().values()) == 0
 
 

@@ -177,7 +177,7 @@ def test_a_step_can_be_planned_though_trls_head_looks_at_data(tmp_path: Path, mo
     engine = engine_of(streamed.trainer.model)
     assert engine is not None
     assert engine.device_plan.made.predicted_bytes > 0
-    assert len(engine.device_plan.placement.kept) == 3
+    assert len(engine.device_plan.made.placement.kept) == 3
     assert streamed.logged("loss") == pytest.approx(stock.logged("loss"), rel=1e-6)
 
 

@@ -81,7 +81,7 @@ def test_a_move_that_finds_no_room_leaves_every_unit_whole_and_can_be_tried_agai
     for training_run in (run, still):
         training_run.step(batches[0])
     plan = run.engine.device_plan
-    target = dataclasses.replace(plan.placement, on_device=frozenset({0, 1, 2}), groups_on_device=True)
+    target = dataclasses.replace(plan.made.placement, on_device=frozenset({0, 1, 2}), groups_on_device=True)
     made = []
     original = host_store.DeviceMemory.__init__
 
@@ -194,7 +194,7 @@ def test_an_optimizer_without_a_kernel_leaves_no_layer_on_the_device() -> None:
     model = tiny_model().train()
     run = training(model, torch.optim.SGD(model.parameters(), lr=0.1), device_layers=1)
     run.step(token_batches(1)[0])
-    assert run.engine.device_plan.placement.on_device == frozenset()
+    assert run.engine.device_plan.made.placement.on_device == frozenset()
     assert not run.engine.runtime.prefetcher.own_slots
 
 

@@ -102,7 +102,7 @@ def test_the_predicted_step_counts_offloaded_layers_wherever_they_lie(
     run = planned(200, micro_batch_size=micro_batch_size, **fixed)
     for _ in range(2):  # the pool grows in the first
         run.step(batch(), max_norm=1.0)
-    assert len(run.engine.device_plan.placement.offloaded) == offloaded
+    assert len(run.engine.device_plan.made.placement.offloaded) == offloaded
     taken, predicted = peak_of_a_step(run, batch())
     # The graph gives up what has come back tensor by tensor; the plan counts a piece's until the piece is over.
     assert 0.85 * predicted <= taken <= 1.03 * predicted + 0.1 * MIB
@@ -338,7 +338,7 @@ def test_a_model_that_bounds_its_sequences_in_its_own_way_is_planned_for_up_to_t
     for length in (64, 72, 64):
         run.step(batch(length))
     assert outlined == [(4, 64), (4, 108), (4, 72)]
-    assert len(run.engine.device_plan.placement.kept) == 8
+    assert len(run.engine.device_plan.made.placement.kept) == 8
 
 
 def test_numbers_beside_the_text_add_nothing_to_a_larger_batch(outlined: list[tuple[int, ...]]) -> None:
@@ -373,9 +373,9 @@ def test_a_small_text_between_images_does_not_make_a_plan_that_images_do_not_fit
     for inputs in (images, text, images):
         plan.follow(model, inputs)
         exact = device_plan.outline_step(model, engine.runtime, images, engine.device)
-        taken = plan.fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), plan.placement)
+        taken = plan.fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), plan.made.placement)
         assert taken <= 8 * MIB + LIBRARY_WORKSPACE_BYTES
-    assert len(plan.placement.kept) < 8
+    assert len(plan.made.placement.kept) < 8
     engine.close()
 
 
@@ -403,7 +403,7 @@ def test_batches_of_all_shapes_have_few_plans_which_all_of_them_fit(
         inputs = {"input_ids": ids, "labels": ids}
         plan.follow(run.model, inputs)
         exact = device_plan.outline_step(run.model, run.engine.runtime, inputs, run.engine.device)
-        taken = plan.fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), plan.placement)
+        taken = plan.fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), plan.made.placement)
         assert taken <= plan.made.predicted_bytes <= budget_mib * MIB + LIBRARY_WORKSPACE_BYTES
     assert 1 < capsys.readouterr().err.count("megatrain: plan") <= 3
 
@@ -447,7 +447,7 @@ def test_a_batch_too_large_for_the_budget_is_said_and_tried(caplog: pytest.LogCa
     run.step(batch(128))
     assert "predicted to take" in caplog.text
     assert "micro_batch_size" in caplog.text
-    assert run.engine.device_plan.placement.kept == frozenset()
+    assert run.engine.device_plan.made.placement.kept == frozenset()
 
 
 def test_the_table_says_what_lies_where_and_is_shown_once_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -459,7 +459,7 @@ def test_the_table_says_what_lies_where_and_is_shown_once_a_plan(capsys: pytest.
     assert shown.count("megatrain: plan") == 1
     assert all(len(line) <= 80 for line in shown.splitlines())
     shown = " ".join(shown.split())
-    placement = run.engine.device_plan.placement
+    placement = run.engine.device_plan.made.placement
     streamed = 8 - len(placement.on_device)
     assert f"{streamed} of 8 layers streamed" in shown
     assert f"{len(placement.kept)} layers kept" in shown
@@ -503,7 +503,7 @@ def test_a_model_that_surely_fits_trains_without_a_measured_layer(
     for length in (64, 48, 64):
         run.step(batch(length))
     assert len(layers_measured) == measured
-    assert len(run.engine.device_plan.placement.on_device) == len(run.engine.device_plan.placement.kept) == 8
+    assert len(run.engine.device_plan.made.placement.on_device) == len(run.engine.device_plan.made.placement.kept) == 8
     assert (run.engine.device_plan.made.predicted_time is None) == (not measured)
     shown = capsys.readouterr().err
     assert shown.count("megatrain: plan") == 1
@@ -544,7 +544,7 @@ def test_a_batch_given_by_position_is_planned_for_as_one_given_by_name() -> None
         ids = batch()
         logits = run.model(ids).logits if by_position else run.model(input_ids=ids).logits
         logits.float().sum().backward()
-        plans.append((run.engine.device_plan.made.predicted_bytes, run.engine.device_plan.placement))
+        plans.append((run.engine.device_plan.made.predicted_bytes, run.engine.device_plan.made.placement))
         run.engine.close()
     assert plans[0] == plans[1]
     assert plans[0][0] > 0
@@ -563,7 +563,7 @@ def test_an_evaluation_that_would_not_fit_moves_layers_off_until_training_goes_o
     run, plain = planned(200, device_layers=3), planned(200, device_layers=3)
     for training in (run, plain):
         training.step(batch())
-    plan, before = run.engine.device_plan, run.engine.device_plan.placement
+    plan, before = run.engine.device_plan, run.engine.device_plan.made.placement
     monkeypatch.setattr(plan, "_device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(evaluation_weights, "evaluation_bytes", lambda *_: 10 * MIB)
@@ -573,7 +573,7 @@ def test_an_evaluation_that_would_not_fit_moves_layers_off_until_training_goes_o
     run.model.eval()
     with torch.no_grad():
         roomy = run.model(input_ids=batch()).logits
-        assert plan.placement == before
+        assert plan.made.placement == before
         free["bytes"] = MIB
         tight = run.model(input_ids=batch()).logits
     assert torch.equal(roomy, tight)
@@ -581,7 +581,7 @@ def test_an_evaluation_that_would_not_fit_moves_layers_off_until_training_goes_o
     monkeypatch.setattr(plan, "_device", torch.device("cpu"))
     run.model.train()
     assert run.step(batch()) == plain.step(batch())
-    assert plan.placement == before
+    assert plan.made.placement == before
     assert sum(layer.unit.is_on_device for layer in run.engine.runtime.layers) == 3
 
 
@@ -752,14 +752,14 @@ def test_a_resumed_training_goes_on_by_its_plan_and_plans_nothing(outlined: list
     resumed.engine.device_plan.expect_steps(10, None, record)
     resumed.step(batch(32))
     assert len(outlined) == count
-    assert resumed.engine.device_plan.placement == plan.placement
+    assert resumed.engine.device_plan.made.placement == plan.made.placement
     assert resumed.engine.device_plan.made.predicted_time == first.engine.device_plan.made.predicted_time
     assert resumed.engine.device_plan.made.predicted_bytes == first.engine.device_plan.made.predicted_bytes
     assert json.loads(json.dumps(resumed.engine.device_plan.record)) == record
     # A batch that the plan doesn't cover is planned for as it would have been.
     for run in (first, resumed):
         run.step(batch(256))
-    assert resumed.engine.device_plan.placement == plan.placement
+    assert resumed.engine.device_plan.made.placement == plan.made.placement
     assert resumed.engine.device_plan.record == plan.record
 
 
