@@ -167,7 +167,7 @@ class Engine:
                 progress.update(unit.layout.parameter_count)
                 return unit
 
-            with adoption, progress:
+            with progress:
                 parts_before = 0
                 for index, (name, module) in enumerate(discovery.layers):
                     layers.append(StreamedLayer(index, name, module, make_unit(name, discovery.parameters_of(index))))
@@ -183,6 +183,7 @@ class Engine:
                     unit = make_unit(resident.name, resident.parameters)
                     group = ResidentGroup(resident.name, unit, resident.layers_before, streams=streams, meter=meter)
                     groups.append(group)
+                adoption.finish()
             self.runtime = StreamingRuntime(
                 layers,
                 groups,
@@ -443,21 +444,6 @@ class Engine:
         if self.runtime.activations.pool.size_bytes:
             held["activations"] = self.runtime.activations.pool.size_bytes
         return dict(held)
-
-    def device_bytes_by_kind(self) -> dict[str, int]:
-        """Bytes that the engine holds on the device, by what they hold."""
-        return self.device_plan.held_bytes_by_kind()
-
-    @property
-    def predicted_device_bytes(self) -> int:
-        """Predicted peak of the device's memory for the largest batch so far; 0 before the first, or if unknown."""
-        return self.device_plan.predicted_bytes
-
-    @property
-    def predicted_step_seconds(self) -> float | None:
-        """Predicted duration of a step on the largest batch so far; None if unknown."""
-        time = self.device_plan.predicted_time
-        return None if time is None else time.seconds
 
     def close(self) -> None:
         """Detaches the engine, unless it is: a plain model stays, with its weights in ordinary host memory, in full precision.

@@ -13,10 +13,10 @@ from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.plan.device_plan import DevicePlan
-from megatrain_accelerate.plan.placement import Placement
 
 
 def attach(model: nn.Module, *, bf16: bool = True, device: str = "cpu", training: bool = True, **settings: object) -> Engine:

@@ -53,8 +53,8 @@ def planned_training(family: Family) -> Iterator[Engine]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        assert engine.predicted_step_seconds is not None
-        assert engine.predicted_device_bytes > 0
+        assert engine.device_plan.made.predicted_time is not None
+        assert engine.device_plan.made.predicted_bytes > 0
         assert all(loss == loss for loss in losses)
         yield engine
         engine.close()

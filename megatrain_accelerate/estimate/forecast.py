@@ -29,7 +29,7 @@ from megatrain_accelerate.plan.placement_search import Candidate
 from megatrain_accelerate.plan.step_memory import OpCosts
 from megatrain_accelerate.plan.step_outline import outline_step, what_sees_a_batch
 from megatrain_accelerate.plan.step_profile import LayerProfile, SavedInForward, StepOutline
-from megatrain_accelerate.plan.step_ways import WayChoice, may_cut, way_put_back
+from megatrain_accelerate.plan.step_ways import WayChoice, layers_run, may_cut
 from megatrain_accelerate.store.host_limits import leaner_settings
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ class Forecaster:
             require_steps_after_backward(config)
         self.model, self.config, self.machine, self.micro_batches = model.train(), config, machine.machine, micro_batches
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.active_parameters = active_parameters(model, getattr(model, "config", None))
+        self.active_parameters = active_parameters(model)
         self.engine = MetaEngine(model, config, machine.gpu_bytes, machine.gpus, machine.machines)
         require_layers(len(self.engine.runtime.layers), config.placement)
         self.plan = self.engine.device_plan = ForecastPlan(self.engine, config, machine, micro_batches)
@@ -133,10 +133,10 @@ class Forecaster:
         tiles = [0, AUTO_TILE_TOKENS] if batch * length > AUTO_TILE_TOKENS else [0]
         pieces = [None, 1] if batch > 1 and may_cut(runtime, self.config) else [None]
         least = []
-        with way_put_back(runtime):
-            for way in itertools.product(pieces, tiles if setting == "auto" else [int(setting)]):
-                runtime.batch_cut.chosen, runtime.token_tile = way
-                least.append(self.plan.least_bytes(self._outline(batch, length)))
+        for way in itertools.product(pieces, tiles if setting == "auto" else [int(setting)]):
+            with layers_run(runtime, *way):
+                outline = self._outline(batch, length)
+                least.append(self.plan.fixed_bytes(outline) + self.plan.search_for(outline).leanest().peak_bytes)
         return min(least)
 
     def forecast(self, batch: int, length: int) -> Forecast:
@@ -156,7 +156,7 @@ class Forecaster:
     def _forecast_of(
         self, batch: int, length: int, outline: StepOutline, found: Candidate | None, joined: bool = False
     ) -> Forecast:
-        chosen = found or self.plan.leanest(outline)
+        chosen = found or self.plan.search_for(outline).leanest()
         sent = sum(sent_bytes(outline, chosen.placement))
         # All units are adopted on the host; then some move, and activations take their place.
         moved = self.plan.model_sizes().moved_bytes(chosen.placement)

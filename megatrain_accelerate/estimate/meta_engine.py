@@ -16,11 +16,11 @@ from megatrain_accelerate.engine import EXPERTS_IN_PARTS, Engine
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.estimate.machine_description import MachineDescription
 from megatrain_accelerate.gradients.exchange import Exchange
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.layer_discovery import Discovery, wants_whole_layers
-from megatrain_accelerate.plan.placement import Model, Placement
-from megatrain_accelerate.plan.placement_search import Candidate
+from megatrain_accelerate.plan.placement import Model
 from megatrain_accelerate.plan.step_profile import StepOutline
 from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES
 from megatrain_accelerate.store.host_memory import DeviceMemory
@@ -156,6 +156,7 @@ class ForecastPlan(DevicePlan):
         # Tensors without data say that they are the CPU's: no GPU has to be here.
         super().__init__(engine.runtime, config, torch.device("cpu"))
         self.micro_batches, self._ranks, self._exchange_bytes = micro_batches, machine.all_gpus, machine.exchange_bytes
+        self._given_budget_bytes = machine.gpu_bytes
         self.store_bytes = engine.store_bytes(self.adds_on_host)
 
     def model_sizes(self) -> Model:
@@ -168,9 +169,6 @@ class ForecastPlan(DevicePlan):
             network_bytes=self._described.network_bytes,
         )
 
-    def _budget_bytes(self) -> int:
-        return self._described.gpu_bytes
-
     def _host_budget_bytes(self) -> int:
         host_bytes = self._described.host_bytes
         return 0 if host_bytes is None else (host_bytes - self.overhead_bytes - self.store_bytes) // self._described.gpus
@@ -182,12 +180,3 @@ class ForecastPlan(DevicePlan):
 
     def _place(self, placement: Placement) -> None:
         self._note(placement=placement)
-
-    def leanest(self, outline: StepOutline) -> Candidate:
-        """The placement that takes the least device memory, whether it fits or not: what the settings ask for and nothing
-        more, and as many inputs on the host as it has room for if they may leave."""
-        return self.search_for(outline).leanest(self._asked)
-
-    def least_bytes(self, outline: StepOutline) -> int:
-        """Device memory of the step under :meth:`leanest`."""
-        return self.fixed_bytes(outline) + self.leanest(outline).peak_bytes

@@ -164,12 +164,13 @@ class Joiner:
         together = None
         try:
             with plan.joining(samples):
-                is_sum, smoother = plan.foresee(model, inputs).sums_loss, trainer.label_smoother
+                outline = plan.foresee(model, inputs)
+                is_sum, smoother = outline.sums_loss, trainer.label_smoother
                 if smoother is not None:
                     is_known = type(smoother) is LabelSmoother
                     is_sum = is_known and "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
                 if is_sum and not self._is_asked_for:
-                    together = plan.weigh(model, inputs)
+                    together = plan.search_for(outline).best()
         except UnsupportedError as error:
             raise CannotJoinError(f"a joined batch can't be cut into its micro-batches ({error})") from error
         except Exception as error:  # a model that looks at its data can't be run without any
@@ -180,7 +181,7 @@ class Joiner:
             if together is None:
                 raise CannotJoinError("all of them at once are predicted to take more GPU memory than is planned with")
             if elements > self._decision["joined_elements"]:
-                apart = plan.weigh(model, _model_inputs(trainer, self._micro_batches[0], num_items))
+                apart = plan.search_for(plan.foresee(model, _model_inputs(trainer, self._micro_batches[0], num_items))).best()
                 if apart is not None and not together.is_worth_it(apart):
                     raise CannotJoinError(
                         f"a step is predicted to take {together.time.seconds:.3f} s with all of them at once, and "

@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.hooks import ModelHook, weakly
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.plan.layer_discovery import active_parameters
-from megatrain_accelerate.plan.placement import Placement
 from megatrain_accelerate.store.host_limits import process_bytes
 from megatrain_accelerate.tracing import LAUNCHER, NOTES, RAW_TRACE, WORKER, TraceRequest
 from megatrain_accelerate.transfer.meter import Cause, Counters
@@ -99,7 +99,7 @@ class Telemetry:
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         self.engine = engine
         """That of the model by now: a later one goes on counting where the one before it ended."""
-        self._active_parameters = active_parameters(model, getattr(model, "config", None))
+        self._active_parameters = active_parameters(model)
         self._tokens: torch.Tensor | int = 0
         hook = ModelHook(weakly(self._count_tokens), with_arguments=True)
         self._handle = model.register_forward_pre_hook(hook, with_kwargs=True)
@@ -186,17 +186,18 @@ class Telemetry:
             if tokens > 0:  # images have none, and so have inputs by names that aren't known
                 values["tokens_per_second"] = tokens / seconds
                 values["tflops"] = 6e-12 * self._active_parameters * tokens / seconds
-        if (predicted_seconds := self.engine.predicted_step_seconds) is not None:
-            values["predicted_step_ms"] = 1e3 * predicted_seconds
-        placement = self.engine.device_plan.placement
+        plan = self.engine.device_plan
+        if (predicted := plan.made.predicted_time) is not None:
+            values["predicted_step_ms"] = 1e3 * predicted.seconds
+        placement = plan.made.placement
         if placement != self._logged_placement:  # once for each plan is enough
             self._logged_placement = placement
             values |= {f"host_{kind}_gib": count / GIB for kind, count in self.engine.host_bytes_by_kind().items()}
-            values |= {f"gpu_{kind}_gib": count / GIB for kind, count in self.engine.device_bytes_by_kind().items()}
+            values |= {f"gpu_{kind}_gib": count / GIB for kind, count in plan.held_bytes_by_kind().items()}
             lists = {"kept": placement.kept, "offloaded": placement.offloaded, "device": placement.on_device}
             values |= {f"{name}_layers": float(len(layers)) for name, layers in lists.items()}
         if self.engine.device.type == "cuda":
-            values["gpu_predicted_gib"] = self.engine.predicted_device_bytes / GIB
+            values["gpu_predicted_gib"] = plan.made.predicted_bytes / GIB
             values["gpu_peak_gib"] = torch.cuda.max_memory_allocated(self.engine.device) / GIB
         self._last_entries = {f"{PREFIX}{name}": round(value, 4) for name, value in values.items()}
         return self._last_entries

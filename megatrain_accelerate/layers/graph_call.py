@@ -35,7 +35,7 @@ from megatrain_accelerate.layers.nested_tensors import map_tensors, taken_apart
 from megatrain_accelerate.layers.output_recorder import Captures
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.passes import Passes
-from megatrain_accelerate.layers.policy import ActivationPolicy
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.saved_tensors import SavedTensors
 from megatrain_accelerate.layers.shared_mappings import no_writes_into, no_writes_to, run_with_mappings, takes_mappings
 from megatrain_accelerate.layers.whole_recompute import run_whole
@@ -410,7 +410,7 @@ class GraphCalls:
     compiled: CompiledLayers
 
     def __post_init__(self) -> None:
-        self.policy = ActivationPolicy()
+        self.policy = Placement()
         """Of the layers' activations; set by the plan."""
         self._real: RealTokens | None = None
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)

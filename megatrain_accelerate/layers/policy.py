@@ -1,4 +1,4 @@
-"""What becomes of the activations of each layer between its forward and its backward."""
+"""What becomes of the activations of each layer between its forward and its backward, and where units live."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class ActivationPolicy:
-    """Sets of layer indices. A layer in none of them is recomputed."""
+class Placement:
+    """Sets of layer indices. A layer in none of them is streamed and recomputed."""
 
     kept: frozenset[int] = frozenset()
     """Activations stay on the device until backward."""
@@ -22,6 +22,10 @@ class ActivationPolicy:
     budgets: tuple[float, float] = (0.0, 1.0)
     """Memory budgets of compiled layers, from 0 (saves the inputs alone) to 1 (saves everything): of those that are neither
     kept nor offloaded, and of those that are."""
+    on_device: frozenset[int] = frozenset()
+    """Weights, masters and moments live on the device."""
+    groups_on_device: bool = False
+    """So do those of the parameters outside the layers."""
 
     def is_recomputed(self, index: int) -> bool:
         """Whether the layer's activations neither stay nor wait in host memory."""

@@ -45,9 +45,8 @@ class Adoption:
         expand_segments(device)  # before the first of the engine's tensors there
         wants_weights = is_without_weights(model) and device.type != "meta"
         self._meta_weights = _MetaWeights(model, discovery, device) if wants_weights else None
-        groups = [[parameter for _, parameter in group] for group in discovery.parameter_groups()]
         files = FileMappings()
-        self._pages = [files.pages(group) for group in groups]
+        self._pages = [files.pages(parameter for _, parameter in group) for group in discovery.parameter_groups()]
         mapped = sum(end - start for ranges in self._pages for start, end in ranges)
         self._gives_cache_back = unused_host_bytes() < store_bytes + mapped
         self._made = self._freed_bytes = 0
@@ -68,12 +67,10 @@ class Adoption:
         self._made += 1
         self._freed_bytes += sum(parameter.nbytes for _, parameter in parameters if not parameter.is_meta)
 
-    def __enter__(self) -> Adoption:
-        return self
-
-    def __exit__(self, kind: Any, *error: Any) -> None:
+    def finish(self) -> None:
+        """All units are made."""
         trim_heap()
-        if kind is None and self._meta_weights is not None:
+        if self._meta_weights is not None:
             self._meta_weights.finish()
 
 
@@ -161,24 +158,17 @@ class _MetaWeights:
 
     def __init__(self, model: nn.Module, discovery: Discovery, device: torch.device) -> None:
         self._device = device
-        self._rules: dict[int, Callable[[nn.Module], object] | None] = {}
-        self._names = {id(module): name for name, module in model.named_modules()}
-        self._inner_first: list[nn.Module] = []
+        self._rules: dict[nn.Module, Callable[[nn.Module], object] | None] = {}
+        """Of all modules, inner ones first."""
+        self._names = {module: name for name, module in model.named_modules()}
         self._note(model, None)
         of_units = [
             list(module.modules())
             for index, (_, layer) in enumerate(discovery.layers)
             for module in (layer, *(spec.module for spec in discovery.experts_of(index)))
         ]
-        of_units += [[spec.modules[0]] for spec in discovery.residents]
-        unit_of = {id(part): unit for unit, parts in enumerate(of_units) for part in parts}
-        self._units: list[list[nn.Module]] = [[] for _ in of_units]
-        self._others: list[nn.Module] = []
-        for part in self._inner_first:
-            if id(part) in unit_of:
-                self._units[unit_of[id(part)]].append(part)
-            elif next(part.parameters(recurse=False), None) is None:
-                self._others.append(part)  # what only shares parameters was initialised with their owner
+        of_units += [[spec.owner] for spec in discovery.residents]
+        self._unit_of = {part: unit for unit, parts in enumerate(of_units) for part in parts}
         logger.warning(
             "megatrain: the model was built without weights (on the meta device); they are initialised at random, by seed %d. "
             "For a pretrained model call from_pretrained outside torch.device('meta') and init_empty_weights()",
@@ -188,11 +178,10 @@ class _MetaWeights:
     def _note(self, module: nn.Module, rule: Callable[[nn.Module], object] | None) -> None:
         if any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__):
             rule = module._init_weights  # type: ignore[assignment]
-        if id(module) not in self._rules:
-            self._rules[id(module)] = rule
+        if module not in self._rules:
             for child in module.children():
                 self._note(child, rule)
-            self._inner_first.append(module)
+            self._rules[module] = rule
 
     def fill_unit(self, index: int, parameters: Iterable[nn.Parameter]) -> None:
         """Makes and initialises the parameters of a unit, on the device, and the buffers of its modules. Raises an
@@ -209,11 +198,13 @@ class _MetaWeights:
                     f"a parameter on the meta device can't be given values ({error}); prepare the model before anything else "
                     "refers to its parameters, or build it with weights"
                 ) from error
-        self._initialise(self._units[index])
+        self._initialise([module for module in self._rules if self._unit_of.get(module) == index])
 
     def finish(self) -> None:
         """Initialises what is in no unit, buffers outside the layers; raises as :meth:`fill_unit` does."""
-        self._initialise(self._others)
+        others = [module for module in self._rules if module not in self._unit_of]
+        # What only shares parameters was initialised with their owner.
+        self._initialise([module for module in others if next(module.parameters(recurse=False), None) is None])
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -223,11 +214,11 @@ class _MetaWeights:
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     module._buffers[key] = new = _unset(buffer, torch.device("cpu"))
-                    made.append((f"buffer {self._names[id(module)]}.{key}", new))
-            made += [(f"parameter {self._names[id(module)]}.{key}", p) for key, p in module.named_parameters(recurse=False)]
+                    made.append((f"buffer {self._names[module]}.{key}", new))
+            made += [(f"parameter {self._names[module]}.{key}", p) for key, p in module.named_parameters(recurse=False)]
         with torch.no_grad():
             for module in modules:
-                if (rule := self._rules[id(module)]) is not None:
+                if (rule := self._rules[module]) is not None:
                     rule(module)
                 elif callable(reset := getattr(module, "reset_parameters", None)):
                     reset()

@@ -17,6 +17,7 @@ from torch import nn
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.kernels.device import can_step_on
 from megatrain_accelerate.layers.micro_batches import rows_of
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.runtime import StreamingRuntime, forwards_are_open
 from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.plan.evaluation_weights import EvaluationWeights
@@ -40,14 +41,13 @@ from megatrain_accelerate.plan.other_batches import (
     sizes_after,
     sizes_vary,
 )
-from megatrain_accelerate.plan.placement import Model, Placement, UnitSizes, peak_bytes, sent_bytes
-from megatrain_accelerate.plan.placement_search import Candidate, Choices, PlacementSearch
+from megatrain_accelerate.plan.placement import Counts, Model, UnitSizes, fixed_counts, peak_bytes, sent_bytes
+from megatrain_accelerate.plan.placement_search import PlacementSearch
 from megatrain_accelerate.plan.plan_record import RESUMED_SHARE_OF_DEVICE, PlanRecord, made_for
 from megatrain_accelerate.plan.plan_table import plan_table
 from megatrain_accelerate.plan.step_outline import outline_step
 from megatrain_accelerate.plan.step_profile import StepOutline
-from megatrain_accelerate.plan.step_simulation import StepTime
-from megatrain_accelerate.plan.step_ways import WayChoice, take_way_of
+from megatrain_accelerate.plan.step_ways import WayChoice
 from megatrain_accelerate.progress import say
 from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes
 from megatrain_accelerate.store.unit import HostUnit
@@ -84,16 +84,16 @@ class DevicePlan:
         self._runtime, self._config, self._device = runtime, config, device
         self.show = show
         """Whether this process shows the table."""
-        self._made = PlanRecord()
-        """The last plan, the batches that it covers, and what lies where."""
+        self.made = PlanRecord()
+        """The last plan, the batches that it covers, what lies where, and what is predicted."""
         self._measured_steps: dict[Hashable, tuple[StepOutline, StepOutline]] = {}
         """For each way of running a step, one that was measured: its estimate, and its measured outline."""
         self._foreseen: dict[Hashable, StepOutline] = {}
         self._table: str | None = None
         """That of a plan that was just made, until it is shown."""
         self._ranks = runtime.sums.ranks
-        self._smallest_budget_bytes: int | None = None
-        """Of several ranks, while they plan together."""
+        self._given_budget_bytes: int | None = None
+        """The smallest of several ranks', while they plan together."""
         self._exchange_bytes = math.inf
         """Of gradients that several ranks exchange a second."""
         self._leaves_cudnn_out = False
@@ -109,34 +109,16 @@ class DevicePlan:
         """Backwards before each optimizer step."""
         self.reserved_share = 0.0
         """Of the device's memory, what stays free for somebody who takes it by turns with the model, and not now."""
-        count = len(runtime.layers)
-        self._choices = Choices.of_settings(config, count)
         runtime.token_tile = 0 if config.token_tile == "auto" else int(config.token_tile)
-        self._asked = Placement.of_counts(count, **self._choices.fewest(count))
         # An optimizer may work there alone.
-        runtime.keep_states_on_host = lambda: self._place(self.placement.with_states_on_host())
-        self._place(self._asked)
-
-    @property
-    def placement(self) -> Placement:
-        """What becomes of each layer now, and where units live."""
-        return self._made.placement
+        runtime.keep_states_on_host = self._keep_states_on_host
+        self._place(self._settled())
 
     @property
     def record(self) -> dict[str, Any] | None:
         """The last plan, as :meth:`PlanRecord.as_data` gives it; None before the first, and without a predicted time."""
-        is_planned = self._made.plans and self.predicted_time is not None and self._compiles_after is None
-        return self._made.as_data() if is_planned else None
-
-    @property
-    def predicted_bytes(self) -> int:
-        """Predicted peak of device memory for the batch that is planned for; 0 before the first plan, or if unknown."""
-        return self._made.predicted_bytes
-
-    @property
-    def predicted_time(self) -> StepTime | None:
-        """Predicted step on that batch; None before the first plan, without a budget, or if unknown."""
-        return self._made.predicted_time
+        is_planned = self.made.plans and self.made.predicted_time is not None and self._compiles_after is None
+        return self.made.as_data() if is_planned else None
 
     def held_bytes_by_kind(self) -> dict[str, int]:
         """Bytes that the engine holds on the device now, by what they hold."""
@@ -183,7 +165,7 @@ class DevicePlan:
         if self._runtime.open_forwards:
             return
         self.evaluation_weights.before_forward(model, inputs, self._left_bytes)
-        if self.placement.on_device and not self._is_displaced and self._device.type == "cuda":
+        if self.made.placement.on_device and not self._is_displaced and self._device.type == "cuda":
             needed_bytes = self.evaluation_weights.needed_bytes(model, inputs)
             if needed_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
                 logger.info("megatrain: layers leave the GPU for an evaluation of %.1f GiB", needed_bytes / GIB)
@@ -195,17 +177,17 @@ class DevicePlan:
         another one's backward (a preference loss) is recomputed whole, and the next plan leaves room for as many at once."""
         if open_forwards := self._runtime.open_forwards:
             self._note_rows(row_size(inputs))
-            if open_forwards >= self._made.forwards_at_once:
+            if open_forwards >= self.made.forwards_at_once:
                 self._note(forwards_at_once=open_forwards + 1, planned=BatchExtent())
             nothing = frozenset[int]()
-            recomputed = dataclasses.replace(self.placement, kept=nothing, offloaded=nothing, attention_kept=nothing)
+            recomputed = dataclasses.replace(self.made.placement, kept=nothing, offloaded=nothing, attention_kept=nothing)
             self._runtime.calls.policy = recomputed
             return
         if self._compiles_after is not None and self._runtime.steps_taken > self._compiles_after:
             self._run_layers(compiled=True)
-        self._runtime.calls.policy = self.placement
+        self._runtime.calls.policy = self.made.placement
         if self._is_displaced:
-            self._place(self.placement)
+            self._place(self.made.placement)
             self._is_displaced = False
         if self._runtime.ranks is None:
             self._plan_alone(model, inputs, self._extent(inputs), row_size(inputs))
@@ -220,13 +202,13 @@ class DevicePlan:
         if self._resumed is not None:
             self._take_over(model, self._resumed)
         self._note_rows(*sizes)
-        if not self._made.planned.covers(extent):
+        if not self.made.planned.covers(extent):
             self._plan(model, inputs, extent)
 
     def _plan_together(self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """One plan for all ranks, by the one with the largest batch, within the smallest budget. All decide alike whether to
         plan, from what all told."""
-        told = ranks.gather((self._extent(inputs), row_size(inputs), self._made.planned, self._resumed is not None))
+        told = ranks.gather((self._extent(inputs), row_size(inputs), self.made.planned, self._resumed is not None))
         extents, sizes = [extent for extent, *_ in told], [size for _, size, *_ in told]
         extent = functools.reduce(BatchExtent.union, extents)
         self._note_rows(*sizes)  # before anything is compiled
@@ -239,7 +221,7 @@ class DevicePlan:
             _ = self._machine  # which is measured when it is first asked for
             self._exchange_bytes = exchange.trial() / seconds_of(self._device, exchange.trial)
         failure: Exception | None = None
-        with replaced(self, "_smallest_budget_bytes", min(ranks.gather(self._budget_bytes()))):
+        with replaced(self, "_given_budget_bytes", min(ranks.gather(self._budget_bytes()))):
             if ranks.rank == planner:
                 # Another rank's batch may have less padding.
                 real = self._runtime.calls.real if self._extent(inputs).covers(extent) else None
@@ -248,37 +230,34 @@ class DevicePlan:
                         self._plan_alone(model, inputs, extent, *sizes)
                 except Exception as error:  # the others wait, and a script may catch it (too little memory) and go on
                     failure = error
-            elif self.measures and self._resumed is None and not self._made.plans:
+            elif self.measures and self._resumed is None and not self.made.plans:
                 # It compiles its layers while the planner does. A failure recurs in the forward.
                 with contextlib.suppress(Exception):
                     self.foresee(model, inputs)
         compiled = self._runtime.compiled
-        own_way = compiled.pays, self._compiles_after
-        own = self._made, *own_way, self._table, failure
+        own = self.made, compiled.pays, self._compiles_after, self._table, failure
         made, compiled.pays, self._compiles_after, self._table, failure = ranks.broadcast(own, planner)
         if failure is not None:
             raise failure
         if ranks.rank != planner:
-            if own_way != (compiled.pays, self._compiles_after):  # what was measured is of layers that ran in another way
-                self._measured_steps.clear()
-                self._foreseen.clear()
             self._adopt(made)
             self._note_rows(*sizes)
 
     def _adopt(self, plan: PlanRecord) -> None:
         """Layers run by this plan from now on."""
         self._place(plan.placement)
-        take_way_of(self._runtime, plan)
-        self._made, self._resumed = plan, None
+        self._runtime.batch_cut.chosen, self._runtime.token_tile = plan.samples, plan.token_tile
+        self.made, self._resumed = plan, None
+        self._foreseen.clear()
 
     def _plan(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> None:
         """Plans for a batch of this extent, which no plan covers."""
         budget_bytes = self._budget_bytes()
         # A plan that fills the memory has no room for a batch that is only a little larger; a mere prediction may wait.
-        if not budget_bytes and self._made.planned.covers(extent, _CLEARLY_LARGER):
+        if not budget_bytes and self.made.planned.covers(extent, _CLEARLY_LARGER):
             return
         self._runtime.refresh_if_written()
-        seen = self._made.seen.union(extent)
+        seen = self.made.seen.union(extent)
         try:
             planned, outline = self._batch_to_plan_for(model, inputs, seen)
         except torch.OutOfMemoryError:
@@ -294,48 +273,48 @@ class DevicePlan:
             self._place(self._settled())
             self._note(planned=seen)
             return
-        self._foreseen.clear()
-        take_way_of(self._runtime, outline)
-        placement, time = self.placement, None
+        placement, time = self.made.placement, None
         if budget_bytes:
             search = self.search_for(outline, budget_bytes)
-            found = search.best() or search.leanest(self._settled())
+            found = search.best() or search.leanest()
             placement, time = found.placement, None if outline.surely_fits else found.time
         step_bytes, fixed_bytes = peak_bytes(outline, self.model_sizes(), placement), self.fixed_bytes(outline)
-        self._place(placement)
-        self._note(
+        plan = dataclasses.replace(
+            self.made,
             made_for=made_for(model, self._runtime, self._config, self.micro_batches),
             offloaded_bytes=sum(sent_bytes(outline, placement)),
             seen=seen,
             planned=planned,
-            plans=self._made.plans + 1,
+            plans=self.made.plans + 1,
             samples=outline.samples,
             token_tile=outline.token_tile,
+            placement=placement,
             predicted_bytes=fixed_bytes + step_bytes,
             predicted_time=time,
         )
+        self._adopt(plan)
         if not budget_bytes:
             return
         if (self.show or self._runtime.ranks is not None) and self._compiles_after is None:
-            self._table = plan_table(self._made, self._runtime, budget_bytes, outline)
-        if self.predicted_bytes > budget_bytes:
+            self._table = plan_table(plan, self._runtime, budget_bytes, outline)
+        if plan.predicted_bytes > budget_bytes:
             held = {**self._fixed_bytes_by_kind(outline), "step": step_bytes}
             logger.warning(
                 "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s) and %.1f GiB are planned with; if it "
                 "runs out of memory, set megatrain_config.micro_batch_size, or lower per_device_train_batch_size or the "
                 "sequence length",
-                self.predicted_bytes / GIB,
+                plan.predicted_bytes / GIB,
                 ", ".join(f"{kind} {count / GIB:.1f}" for kind, count in held.items()),
                 budget_bytes / GIB,
             )
 
     def _note(self, **changes: Any) -> None:
-        self._made = dataclasses.replace(self._made, **changes)
+        self.made = dataclasses.replace(self.made, **changes)
 
     def _note_rows(self, *sizes: int) -> None:
         """Where lengths vary, by batch or by rank, each graph of a compiled layer is made for any of them, and attention has
         kernels that are. A backward that is to come computes with those that its forward had."""
-        so_far = functools.reduce(sizes_after, sizes, self._made.row_sizes)
+        so_far = functools.reduce(sizes_after, sizes, self.made.row_sizes)
         self._note(row_sizes=so_far)
         varies = self._runtime.compiled.sizes_vary = sizes_vary(so_far) or any(size != so_far[0] for size in sizes)
         if self._device.type == "cuda" and not forwards_are_open():
@@ -356,25 +335,24 @@ class DevicePlan:
     ) -> tuple[BatchExtent, StepOutline]:
         """The extent to plan for and its step: in the first plan the batch itself, in later ones a batch that covers all
         batches so far and, if such a step fits, larger ones."""
-        plans = self._made.plans
-        if plans and self.has_budget:
-            # Steps may be planned anew for another reason than their batches: more forwards at once.
-            growths = () if seen == self._made.seen else (GROWTH_FACTORS[min(plans, len(GROWTH_FACTORS)) - 1],)
-            for growth in (*growths, 1.0):
-                enlarged = enlarged_batch(model, inputs, seen, growth)
-                if enlarged is None:
-                    break
-                batch, real = enlarged
-                try:
-                    with replaced(self._runtime.calls, "real", real):
-                        # Room for batches that never came isn't worth smaller pieces, or tiles.
-                        ways = self._ways(model, batch)
-                        outline = self._in_proportion(batch, ways.best()[0] if growth == 1.0 else ways.outline())
-                except Exception as error:  # the model bounds sequences in a way of its own
-                    logger.info("megatrain: no larger batches can be planned for (%s)", error)
-                    continue
-                if outline is not None and self.search_for(outline).something_fits:
-                    return BatchExtent.of(batch, real), outline
+        plans, growths = self.made.plans, [1.0]
+        # Steps may be planned anew for another reason than their batches: more forwards at once.
+        if seen != self.made.seen:
+            growths = [GROWTH_FACTORS[min(plans, len(GROWTH_FACTORS)) - 1], 1.0]
+        for growth in growths if plans and self.has_budget else ():
+            if (enlarged := enlarged_batch(model, inputs, seen, growth)) is None:
+                break
+            batch, real = enlarged
+            try:
+                with replaced(self._runtime.calls, "real", real):
+                    # Room for batches that never came isn't worth smaller pieces, or tiles.
+                    ways = self._ways(model, batch)
+                    outline = self._in_proportion(batch, ways.best()[0] if growth == 1.0 else ways.outline())
+            except Exception as error:  # the model bounds sequences in a way of its own
+                logger.info("megatrain: no larger batches can be planned for (%s)", error)
+                continue
+            if outline is not None and self.search_for(outline).something_fits:
+                return BatchExtent.of(batch, real), outline
         return self._extent(inputs), self.foresee(model, inputs)
 
     def _extent(self, inputs: Mapping[str, Any]) -> BatchExtent:
@@ -386,7 +364,7 @@ class DevicePlan:
         sizes = dataclasses.replace(self.model_sizes(), slot_bytes=0, gradient_slot_bytes=0)
         waiting = peak_bytes(outline, sizes, Placement())
         held = sum(self._fixed_bytes_by_kind(outline).values()) + LIBRARY_WORKSPACE_BYTES
-        return held + (self._made.forwards_at_once - 1) * waiting
+        return held + (self.made.forwards_at_once - 1) * waiting
 
     def _take_over(self, model: nn.Module, data: dict[str, Any]) -> None:
         """Goes on by a recorded plan, if it was made for what is here and fits; else the next batch is planned for."""
@@ -446,7 +424,7 @@ class DevicePlan:
         if key not in self._foreseen:
             self._runtime.refresh_if_written()
             ways = self._ways(model, inputs)
-            outline, _ = ways.best()
+            outline = ways.best()[0] if self.has_budget else ways.outline()
             real = self._runtime.calls.real
             self._decide_on_compiling(outline)
             if self._runtime.calls.real is not real:  # compiled layers compute padding too
@@ -476,10 +454,6 @@ class DevicePlan:
         with replaced(cut, "asked", asked), replaced(self, "micro_batches", 1):
             yield
 
-    def weigh(self, model: nn.Module, inputs: Mapping[str, Any]) -> Candidate | None:
-        """The fastest placement for steps on ``inputs``, which isn't applied; None if none fits. Raises as :meth:`foresee`."""
-        return self.search_for(self.foresee(model, inputs)).best()
-
     def _decide_on_compiling(self, outline: StepOutline) -> None:
         """The first outline of a training decides whether it is long enough to pay for compiling layers. The first step runs
         uncompiled even then, so that the user soon sees the script work."""
@@ -503,7 +477,7 @@ class DevicePlan:
 
     def _way_of(self, inputs: Mapping[str, Any]) -> Hashable:
         """What two steps must share for the costs of one to be scaled from the other's."""
-        return self._runtime.batch_cut.asked, frozenset(inputs)
+        return self._runtime.batch_cut.asked, self._runtime.compiled.pays, frozenset(inputs)
 
     def _in_proportion(self, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline | None:
         """The outline scaled from the measured step, None if there is none to scale it from; itself where none is measured."""
@@ -524,23 +498,21 @@ class DevicePlan:
         outline = functools.partial(outline_step, model, self._runtime, inputs, self._device)
         ids = inputs.get("input_ids")  # beside which a picture may have a row for each of its patches
         samples = max(rows_of(dict(inputs) if ids is None else ids), default=1)
-        return WayChoice(self._runtime, self._config, samples, outline, self.search_for if self.has_budget else None)
+        return WayChoice(self._runtime, self._config, samples, outline, self.search_for)
 
     def search_for(self, outline: StepOutline, budget_bytes: int | None = None) -> PlacementSearch:
         """For the placement of such a step, in the whole budget unless another is named."""
-        choices = self._choices
-        if not self._runtime.states_may_move or not can_step_on(self._device):
-            choices = dataclasses.replace(choices, on_device=0)
         budget_bytes = self._budget_bytes() if budget_bytes is None else budget_bytes
         step_bytes = budget_bytes - self.fixed_bytes(outline)
-        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, choices, self._host_budget_bytes())
+        host_bytes = self._host_budget_bytes()
+        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, self._fixed(), host_bytes)
 
     def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
         is_plain = self._runtime.runs_whole and self.search_for(outline).everything() is not None
         try:
             return measure_layers(model, self._runtime, inputs, outline, self._budget_bytes(), is_plain)
         except torch.OutOfMemoryError:
-            if self.placement == self._settled():
+            if self.made.placement == self._settled():
                 raise
         except Exception as error:  # if it is more than the trial's, the training's own forward raises it
             logger.info("megatrain: layers can't be measured, their costs are reckoned (%s)", error)
@@ -562,9 +534,18 @@ class DevicePlan:
         self._runtime.activations.spacing = placement.offload_spacing
         self._runtime.place(placement.on_device, placement.groups_on_device)
 
+    def _keep_states_on_host(self) -> None:
+        self._place(dataclasses.replace(self.made.placement, on_device=frozenset(), groups_on_device=False))
+
+    def _fixed(self) -> dict[str, Any]:
+        """The counts that the settings leave no choice of, as far as the optimizers allow it."""
+        fixed = fixed_counts(self._config.placement, len(self._runtime.layers))
+        may_move = self._runtime.states_may_move and can_step_on(self._device)
+        return fixed if may_move else {**fixed, "on_device": 0, "groups_on_device": False}
+
     def _settled(self) -> Placement:
-        """What the settings ask for and nothing more, as far as the optimizers allow it."""
-        return self._asked if self._runtime.states_may_move else self._asked.with_states_on_host()
+        """What the settings ask for and nothing more."""
+        return Counts(**self._fixed()).placement(len(self._runtime.layers))
 
     def model_sizes(self) -> Model:
         runtime, config, sizes = self._runtime, self._config, self._unit_sizes
@@ -600,8 +581,8 @@ class DevicePlan:
 
     def _budget_bytes(self) -> int:
         """Bytes of the device that a step may take, what the engine holds included; 0 without a GPU."""
-        if self._smallest_budget_bytes is not None:
-            return self._smallest_budget_bytes
+        if self._given_budget_bytes is not None:
+            return self._given_budget_bytes
         if self._config.gpu_memory_bytes is not None:
             return self._config.gpu_memory_bytes
         if self._device.type != "cuda":

@@ -73,7 +73,7 @@ class KnownValues(TorchDispatchMode):
             number = self._real_result(func, args, kwargs)
             return func(*args, **kwargs) if number is None else number
         try:
-            result = _fake_result(func, args, kwargs)
+            result = _fake_result(func, self._with_counted_masks(func, args), kwargs)
             # What isn't kept isn't made either: a mask of all pairs of many tokens would take longer than the step.
             sizes = [tensor.numel() for tensor in tensors_in(result)]
             is_large = bool(sizes) and min(sizes) > _MOST_ELEMENTS
@@ -81,12 +81,9 @@ class KnownValues(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException):
             real = self._real_result(func, args, kwargs)
             if real is None:
-                result = self._with_counted_masks(func, args, kwargs)
-                if result is None:
-                    raise
-            else:
-                device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
-                result = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device=device), real)
+                raise
+            device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
+            result = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device=device), real)
         if real is None:
             for tensor in _written(func, args, kwargs):
                 self._forget(tensor)
@@ -116,21 +113,19 @@ class KnownValues(TorchDispatchMode):
         except Exception:  # an operation that the CPU doesn't have
             return None
 
-    def _with_counted_masks(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation on tensors without data at the places of masks whose values are known; None for any other."""
+    def _with_counted_masks(self, func: Any, args: Any) -> Any:
+        """The arguments of an operation, with as many places in the place of masks whose values are known."""
         if func.overloadpacket is not _ATEN.index:
-            return None
+            return args
         indices: list[torch.Tensor | None] = []
         for index in args[1]:
-            if index is None or index.dtype != torch.bool:
+            if index is None or index.dtype != torch.bool or not self._is_known(index):
                 indices.append(index)
-            elif self._is_known(index):
-                with _disable_current_modes():
-                    count = int(self._value(index).sum())
-                indices += [torch.empty(count, dtype=torch.int64, device=index.device) for _ in range(index.dim())]
-            else:
-                return None
-        return func(args[0], indices, **kwargs)
+                continue
+            with _disable_current_modes():
+                count = int(self._value(index).sum())
+            indices += [torch.empty(count, dtype=torch.int64, device=index.device) for _ in range(index.dim())]
+        return args[0], indices
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         # One that has data is a constant of the model's code.
@@ -187,11 +182,11 @@ def _fake_result(func: Any, args: Any, kwargs: Any) -> Any:
         halves = tree_map_only(torch.Tensor, lambda at: at.to(torch.bfloat16) if at.is_floating_point() else at, args)
         return torch.empty_like(func(*halves, **{**kwargs, "out_dtype": None}), dtype=kwargs.get("out_dtype") or args[0].dtype)
     if func is _ATEN.bincount.default:
-        weights, minlength = (*args[1:], *[None] * (3 - len(args)))[:2]
-        weights, minlength = kwargs.get("weights", weights), kwargs.get("minlength", minlength)
+        given = {**dict(zip(("self", "weights", "minlength"), args, strict=False)), **kwargs}
         # Counts of experts: as many as are named, since none has a larger number.
-        if minlength:
-            return torch.empty(minlength, dtype=torch.int64 if weights is None else weights.dtype, device=args[0].device)
+        if minlength := given.get("minlength"):
+            dtype = torch.int64 if given.get("weights") is None else given["weights"].dtype
+            return torch.empty(minlength, dtype=dtype, device=args[0].device)
     return func(*args, **kwargs)
 
 
@@ -293,11 +288,10 @@ def _kept_by(model: nn.Module) -> tuple[list[Any], list[Any]]:
     homes = {name for name in names if name.split(".")[0] not in _NOT_OF_MODELS and name in sys.modules}
     for home in homes:
         todo += [(value, home) for name, value in vars(sys.modules[home]).items() if not name.startswith("__")]
-    caches: dict[int, Any] = {}
-    containers: dict[int, Any] = {}
+    caches: list[Any] = []
+    containers: list[Any] = []
     seen: set[tuple[int, str]] = set()
-    while todo:
-        value, home = todo.pop()
+    for value, home in todo:  # which grows
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
         elif isinstance(value, property):
@@ -306,7 +300,7 @@ def _kept_by(model: nn.Module) -> tuple[list[Any], list[Any]]:
             continue
         seen.add((id(value), home))
         if isinstance(value, _Cache):
-            caches[id(value)] = value
+            caches.append(value)
         elif isinstance(value, types.FunctionType):
             for cell in value.__closure__ or ():
                 with contextlib.suppress(ValueError):  # the cell is still empty
@@ -315,9 +309,9 @@ def _kept_by(model: nn.Module) -> tuple[list[Any], list[Any]]:
         elif isinstance(value, type) and value.__module__ == home:
             todo += [(attribute, home) for attribute in vars(value).values()]
         elif type(value) in _CONTAINERS and len(value) <= _MOST_ENTRIES:
-            containers[id(value)] = value
+            containers.append(value)
             entries = value.values() if isinstance(value, dict) else value
             todo += [(entry, "") for entry in entries if not isinstance(entry, str)]
         elif type(value).__module__ in homes and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
             todo.append((vars(value), ""))
-    return list(caches.values()), list(containers.values())
+    return caches, containers

@@ -43,11 +43,10 @@ class ResidentSpec:
     """Parameters that one module owns outside all layers, and every module that reads one of them (ties)."""
 
     name: str
-    modules: tuple[nn.Module, ...]
-    """The owner, and those with which it shares a parameter."""
+    owner: nn.Module
     users: tuple[nn.Module, ...]
-    """Modules before whose forward the parameters must be valid: ``modules``, and those around them that may read a weight
-    without calling its module (``embedding.weight`` as a table, ``nn.MultiheadAttention``)."""
+    """Modules before whose forward the parameters must be valid: the owner, those with which it shares one, and those around
+    them that may read a weight without calling its module (``embedding.weight`` as a table, ``nn.MultiheadAttention``)."""
     parameters: tuple[tuple[str, nn.Parameter], ...]
     """By the owner's attribute."""
     layers_before: int
@@ -182,15 +181,14 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> lis
                 )
     heads = {name for name, _ in layers}
     inside = {id(module) for _, layer in layers for module in layer.modules()}
-    readers: dict[int, list[nn.Module]] = {}
+    readers: dict[int, list[str]] = {}
     outside: dict[str, tuple[nn.Module, int]] = {}  # by name, with how many layers come before each in the model
-    names: dict[int, str] = {}
     layers_seen = 0
     for name, module in model.named_modules():
         layers_seen += name in heads
         if id(module) in inside:
             continue
-        outside[name], names[id(module)] = (module, layers_seen), name
+        outside[name] = (module, layers_seen)
         for key, parameter in module.named_parameters(recurse=False):
             if id(parameter) in in_layers:
                 raise UnsupportedError(
@@ -198,7 +196,7 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> lis
                     "one inside a layer can't stream yet. Give each a parameter of its own, or name the classes of the blocks "
                     "inside the layers that don't hold it in megatrain_config.layer_classes: it stays on the GPU then"
                 )
-            readers.setdefault(id(parameter), []).append(module)
+            readers.setdefault(id(parameter), []).append(name)
 
     def users(name: str) -> Iterator[nn.Module]:
         """The module, what is around it up to the outermost without layers, and a parent with layers that may read it first:
@@ -222,11 +220,11 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> lis
         own = [(k, p) for k, p in module._parameters.items() if p is not None and id(p) not in taken]
         taken.update(id(parameter) for _, parameter in own)
         if own:
-            modules = {id(reader): reader for _, parameter in own for reader in readers[id(parameter)]}
-            using = {id(user): user for reader in modules for user in users(names[reader])}
+            reading = dict.fromkeys(reader for _, parameter in own for reader in readers[id(parameter)])
+            using = {id(user): user for reader in reading for user in users(reader)}
             # Embeddings are read first wherever they stand: those of a language model before the layers of its vision tower.
             before = 0 if isinstance(module, nn.Embedding) else seen
-            residents.append(ResidentSpec(name, tuple(modules.values()), tuple(using.values()), tuple(own), before))
+            residents.append(ResidentSpec(name, module, tuple(using.values()), tuple(own), before))
     return residents
 
 
@@ -275,33 +273,24 @@ def _find(layers: Sequence[tuple[str, nn.Module]]) -> tuple[list[ExpertsSpec], l
 
 
 def _chosen_parts(
-    layers: Sequence[tuple[str, nn.Module]],
-    found: Sequence[ExpertsSpec],
-    dtypes: Mapping[int, torch.dtype],
-    config: MegatrainConfig,
-    training: bool,
-    budget_bytes: int,
+    cut: Discovery, dtypes: Mapping[int, torch.dtype], config: MegatrainConfig, training: bool, budget_bytes: int
 ) -> int:
-    """The fewest parts whose slots don't take more than their share of the budget, or hardly more than those of the most."""
-    of_experts = {id(parameter) for spec in found for parameter in spec.module.parameters()}
+    """The fewest parts of the experts with which slots don't take more than their share of the budget, or hardly more than
+    with the most."""
 
     def layout(parameters: Iterable[tuple[str, nn.Parameter]]) -> FlatLayout:
         return FlatLayout(ParameterSpec(k, tuple(p.shape), dtypes[id(p)], p.requires_grad) for k, p in parameters)
 
-    whole = [layout(layer.named_parameters()) for _, layer in layers]
-    rest = [layout((k, p) for k, p in layer.named_parameters() if id(p) not in of_experts) for _, layer in layers]
-    experts = [(spec.count, layout(spec.module.named_parameters())) for spec in found]
-
-    def of_all_slots(weights: Sequence[FlatLayout], gradients: Sequence[FlatLayout]) -> int:
-        of_gradients = GRADIENT_SLOTS * training * max(layout.gradient_bytes for layout in gradients)
-        return config.placement.slots * max(layout.weight_bytes for layout in weights) + of_gradients
+    whole = [layout(layer.named_parameters()) for _, layer in cut.layers]
+    rest = [layout(cut.parameters_of(index)) for index in range(len(cut.layers))]
+    experts = [(spec.count, layout(spec.module.named_parameters())) for spec in cut.experts]
 
     def slot_bytes(parts: int) -> int:
-        if parts == 1:
-            return of_all_slots(whole, whole)
         largest = [expert_ranges(count, parts)[0].layout(of_layer) for count, of_layer in experts]
-        of_parts = config.placement.slots * max(layout.weight_bytes for layout in largest)
-        return of_parts + of_all_slots(rest, [*rest, *largest])
+        kinds = [whole] if parts == 1 else [rest, largest]
+        weight_bytes = sum(max(layout.weight_bytes for layout in kind) for kind in kinds)
+        gradient_bytes = max(layout.gradient_bytes for kind in kinds for layout in kind)
+        return config.placement.slots * weight_bytes + GRADIENT_SLOTS * training * gradient_bytes
 
     # Parts that are still worth a copy, on average: their sizes differ by one expert.
     most = max(1, min(min(count, of_layer.weight_bytes // SMALLEST_PART_BYTES) for count, of_layer in experts))
@@ -334,7 +323,8 @@ def split_experts(
         in_pieces = config.passes_gradients and config.micro_batch_size is not None
         if not budget_bytes or not found or wants_whole_layers(config) or in_pieces:
             return discovery
-        parts = _chosen_parts(discovery.layers, found, dtypes, config, training, budget_bytes)
+        cut = dataclasses.replace(discovery, experts=tuple(found))
+        parts = _chosen_parts(cut, dtypes, config, training, budget_bytes)
     else:
         parts = int(asked)
         if not found:
@@ -358,10 +348,11 @@ def split_experts(
     return dataclasses.replace(discovery, experts=tuple(dataclasses.replace(spec, parts=parts) for spec in found))
 
 
-def active_parameters(model: nn.Module, config: Any) -> int:
+def active_parameters(model: nn.Module) -> int:
     """Parameters that a token meets, frozen ones too: all, but for the experts that it isn't sent to. Experts are the
     parameters with ``.experts.`` in their names, adapters on them among them, as transformers has them. Shared experts,
-    which every token is sent to, count whole. ``config`` is the model's, or None."""
+    which every token is sent to, count whole."""
+    config: Any = getattr(model, "config", None)
     total = sum(parameter.numel() for parameter in model.parameters())
     # One that isn't of transformers, or has several texts, speaks for itself.
     with contextlib.suppress(AttributeError, ValueError):

@@ -13,7 +13,7 @@ from typing import Any
 from megatrain_accelerate.config import PlacementSettings
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.layers.layer import ExpertPart
-from megatrain_accelerate.layers.policy import ActivationPolicy
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.plan.machine import STEP_BYTES
 from megatrain_accelerate.plan.step_profile import StepOutline
 from megatrain_accelerate.store.unit import HostUnit
@@ -38,7 +38,11 @@ def require_layers(layer_count: int, settings: PlacementSettings) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """How many layers of each sort a placement has; more than there are mean all."""
+    """How many layers of each sort a placement has; more than there are mean all.
+
+    Layers on the device come first in the model, since the forward can begin with them while the host still steps the others;
+    kept ones last, since backward begins with them.
+    """
 
     kept: int = 0
     attention_kept: int = 0
@@ -48,45 +52,38 @@ class Counts:
     groups_on_device: bool = False
     budgets: tuple[float, float] = (0.0, 1.0)
 
-
-@dataclasses.dataclass(frozen=True)
-class Placement(ActivationPolicy):
-    """What becomes of each layer's activations, and where its weights and states live; sets of layer indices.
-
-    A layer in none of them is streamed and recomputed. Layers on the device come first in the model, since the forward can
-    begin with them while the host still steps the others; kept ones last, since backward begins with them.
-    """
-
-    on_device: frozenset[int] = frozenset()
-    """Weights, masters and moments live on the device."""
-    groups_on_device: bool = False
-    """So do those of the parameters outside the layers."""
-
-    @classmethod
-    def of_counts(cls, layers: int, **counts: Any) -> Placement:
-        """The placement with these :class:`Counts` of ``layers``. Attention is kept in the last layers that aren't kept; the
-        first inputs are offloaded, since they are away longest."""
-        asked = Counts(**counts)
-        kept = min(asked.kept, layers)
-        offloaded = min(asked.offloaded, layers - kept)
+    def placement(self, layers: int) -> Placement:
+        """That of so many ``layers``. Attention is kept in the last that aren't kept; the first inputs are offloaded, since
+        they are away longest."""
+        kept = min(self.kept, layers)
+        offloaded = min(self.offloaded, layers - kept)
         # Where recomputed layers' inputs leave there is no pause between copies.
-        spacing = min(MOST_SPACING, (layers - kept) // offloaded) if offloaded and not asked.inputs_offloaded else 1
+        spacing = min(MOST_SPACING, (layers - kept) // offloaded) if offloaded and not self.inputs_offloaded else 1
         last = layers - kept - 1
         away = frozenset(last - i * spacing for i in range(offloaded))
-        return cls(
+        return Placement(
             kept=frozenset(range(layers - kept, layers)),
             offloaded=away,
             offload_spacing=spacing,
-            attention_kept=frozenset(range(max(0, layers - kept - asked.attention_kept), layers - kept)) - away,
-            inputs_offloaded=frozenset(range(min(asked.inputs_offloaded, layers))),
-            on_device=frozenset(range(min(asked.on_device, layers))),
-            groups_on_device=asked.groups_on_device,
-            budgets=asked.budgets,
+            attention_kept=frozenset(range(max(0, layers - kept - self.attention_kept), layers - kept)) - away,
+            inputs_offloaded=frozenset(range(min(self.inputs_offloaded, layers))),
+            on_device=frozenset(range(min(self.on_device, layers))),
+            groups_on_device=self.groups_on_device,
+            budgets=self.budgets,
         )
 
-    def with_states_on_host(self) -> Placement:
-        """This one, with no layer and no group on the device."""
-        return dataclasses.replace(self, on_device=frozenset(), groups_on_device=False)
+
+def fixed_counts(settings: PlacementSettings, layers: int) -> dict[str, Any]:
+    """Those of the :class:`Counts` of so many layers that the settings leave no choice of, by name."""
+    fixed = {
+        "kept": settings.kept_layers,
+        "offloaded": settings.offloaded_layers,
+        "on_device": settings.device_layers,
+        "inputs_offloaded": None if settings.offloaded_inputs is None else layers * settings.offloaded_inputs,
+        "attention_kept": settings.kept_attention,
+    }
+    every = {"on_device": layers, "groups_on_device": True} if settings.device_layers == -1 else {}
+    return {name: count for name, count in fixed.items() if count is not None} | every
 
 
 @dataclasses.dataclass(frozen=True)

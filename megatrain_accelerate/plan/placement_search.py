@@ -6,12 +6,12 @@ import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.plan.machine import Machine
-from megatrain_accelerate.plan.placement import Counts, Model, Placement, peak_bytes, sent_bytes
+from megatrain_accelerate.plan.placement import Counts, Model, peak_bytes, sent_bytes
 from megatrain_accelerate.plan.step_profile import StepOutline
 from megatrain_accelerate.plan.step_simulation import StepTime, simulate_step
 
@@ -35,29 +35,6 @@ _FEW_ON_DEVICE = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Choices:
-    """What the settings leave open: a number where the user fixed one, None where the plan chooses."""
-
-    kept: int | None = None
-    offloaded: int | None = None
-    on_device: int | None = None
-    """-1: all layers and the groups."""
-    inputs_offloaded: int | None = None
-    attention_kept: int | None = None
-
-    @classmethod
-    def of_settings(cls, config: MegatrainConfig, layers: int) -> Choices:
-        fixed = config.placement
-        inputs = None if fixed.offloaded_inputs is None else layers * fixed.offloaded_inputs
-        return cls(fixed.kept_layers, fixed.offloaded_layers, fixed.device_layers, inputs, fixed.kept_attention)
-
-    def fewest(self, layers: int) -> dict[str, Any]:
-        """What is fixed and nothing more, as arguments of :meth:`Placement.of_counts`."""
-        every = {"on_device": layers, "groups_on_device": True} if self.on_device == -1 else {}
-        return {**{kind: count or 0 for kind, count in vars(self).items()}, **every}
-
-
-@dataclasses.dataclass(frozen=True)
 class Candidate:
     """A placement with what it is predicted to take."""
 
@@ -70,11 +47,9 @@ class Candidate:
         return other is None or self.time.seconds <= (1 - WORTH_IT) * other.time.seconds
 
 
-def _spread(count: int, most: int = 13) -> list[int]:
-    """0 to ``count``, at most ``most`` of them."""
-    if count < most:
-        return list(range(count + 1))
-    return sorted({round(i * count / (most - 1)) for i in range(most)})
+def _spread(count: int) -> list[int]:
+    """0 to ``count``, at most 13 of them."""
+    return sorted({round(i * count / 12) for i in range(13)})
 
 
 def _around(count: int, reach: int, most: int) -> range:
@@ -92,6 +67,7 @@ def _varied(at: Counts, **values: Iterable[int]) -> Iterator[Counts]:
 class PlacementSearch:
     """Finds the fastest placement within a budget: device memory that the step may take besides what the engine holds anyway,
     and host memory that offloaded activations could take if all units lived on the host. What moves from there makes room.
+    Those of the :class:`Counts` that are ``fixed``, by name, are as they are.
 
     Where layers can be compiled with several memory budgets, all neighbouring pairs are tried, unless the settings say how
     many layers are kept or offloaded.
@@ -103,27 +79,30 @@ class PlacementSearch:
         model: Model,
         machine: Machine,
         budget_bytes: int,
-        choices: Choices,
+        fixed: Mapping[str, Any],
         host_budget_bytes: int = 0,
     ) -> None:
-        self._outline, self._model, self._machine, self._choices = outline, model, machine, choices
+        self._outline, self._model, self._machine, self._fixed = outline, model, machine, fixed
         self._budget, self._host_budget = budget_bytes, host_budget_bytes
         self._count = len(model.layers)
         self._try = functools.cache(self._evaluate)
-        is_free = choices.kept is None and not choices.offloaded
+        is_free = "kept" not in fixed and not fixed.get("offloaded")
         self._budget_pairs = dict.fromkeys([*(outline.budget_pairs if is_free else ()), _WHOLE])
-        # Layers without tiles are compiled, and attention is part of their graph.
-        attention_kept = choices.attention_kept if outline.token_tile else 0
+        some, count = _spread(self._count), self._count
         variations = [
-            (choices.inputs_offloaded, self._inputs),
-            (attention_kept, self._attention),
-            (choices.on_device, lambda at: _varied(at, groups_on_device=[not at.groups_on_device])),
-            (choices.on_device, self._on_device),
-            (choices.on_device, self._near),
-            (choices.offloaded, self._offloaded),
-            (choices.on_device if choices.offloaded is None else choices.offloaded, self._offloaded_for_layers),
+            ({"inputs_offloaded"}, lambda at: _varied(at, inputs_offloaded=self._some_and_near(at.inputs_offloaded, 2))),
+            # Layers without tiles are compiled, and attention is part of their graph.
+            *([({"attention_kept"}, self._attention)] if outline.token_tile else []),
+            ({"on_device"}, lambda at: _varied(at, groups_on_device=[not at.groups_on_device])),
+            (
+                {"on_device"},
+                lambda at: _varied(at, groups_on_device=(at.groups_on_device, not at.groups_on_device), on_device=some),
+            ),
+            ({"on_device"}, lambda at: _varied(at, on_device=_around(at.on_device, 3, count), groups_on_device=(False, True))),
+            ({"offloaded"}, self._offloaded),
+            ({"offloaded", "on_device"}, self._offloaded_for_layers),
         ]
-        self._variations = [variation for choice, variation in variations if choice is None]
+        self._variations = [variation for varied, variation in variations if not varied & fixed.keys()]
 
     @property
     def something_fits(self) -> bool:
@@ -141,16 +120,14 @@ class PlacementSearch:
     def everything(self) -> Candidate | None:
         """All states and activations on the device; None if that doesn't fit, or the settings ask for something else."""
         every = Counts(kept=self._count, on_device=self._count, groups_on_device=True)
-        asked = vars(self._choices).items()
-        is_open = all(choice is None or choice in (getattr(every, kind), -1) for kind, choice in asked)
+        is_open = all(getattr(every, name) == count for name, count in self._fixed.items())
         found = self._try(every) if is_open and not self._model.parts else None
         return found if found is not None and len(found.placement.kept) == self._count else None
 
     def _best_with(self, budgets: tuple[float, float]) -> Candidate | None:
-        best = self._first_that_fits(budgets)
-        found = None if best is None else self._try(best)
-        if best is None or found is None:
+        if (first := self._first_that_fits(budgets)) is None:
             return None
+        best, found = first
         for _ in range(3):
             before = best
             for variation in self._variations:
@@ -163,17 +140,19 @@ class PlacementSearch:
                 break
         return self._filled(best, found)
 
-    def _first_that_fits(self, budgets: tuple[float, float]) -> Counts | None:
+    def _first_that_fits(self, budgets: tuple[float, float]) -> tuple[Counts, Candidate] | None:
         """The placement that takes the least, with as few inputs away as it must. One more may be too many for the host,
         one less for the device."""
-        start = Counts(**self._choices.fewest(self._count), budgets=budgets)
-        inputs = range(self._count + 1) if self._choices.inputs_offloaded is None else [start.inputs_offloaded]
-        return next((counts for counts in _varied(start, inputs_offloaded=inputs) if self._try(counts) is not None), None)
+        start = Counts(**self._fixed, budgets=budgets)
+        inputs = [start.inputs_offloaded] if "inputs_offloaded" in self._fixed else range(self._count + 1)
+        tried = ((counts, self._try(counts)) for counts in _varied(start, inputs_offloaded=inputs))
+        return next(((counts, found) for counts, found in tried if found is not None), None)
 
-    def leanest(self, settled: Placement) -> Candidate:
-        """For a step that fits in no way: ``settled``, without the inputs that the host has room for if they may leave."""
+    def leanest(self) -> Candidate:
+        """For a step that fits in no way: what is fixed, without the inputs that the host has room for if they may leave."""
+        settled = Counts(**self._fixed).placement(self._count)
         placements = [settled]
-        for count in range(1, self._count + 1 if self._choices.inputs_offloaded is None else 1):
+        for count in range(1, 1 if "inputs_offloaded" in self._fixed else self._count + 1):
             leaving = dataclasses.replace(settled, inputs_offloaded=frozenset(range(count)), offload_spacing=1)
             placements += [leaving] if self._has_host_room(leaving) else []
         peaks = [peak_bytes(self._outline, self._model, placement) for placement in placements]
@@ -181,7 +160,7 @@ class PlacementSearch:
 
     def _filled(self, at: Counts, found: Candidate) -> Candidate:
         """The same with as much on the device as there is room for: it takes load off the host and the link."""
-        if self._choices.on_device is not None:
+        if "on_device" in self._fixed:
             return found
         for counts in _varied(at, groups_on_device=[True], on_device=range(self._count, at.on_device, -1)):
             candidate = self._try(counts)
@@ -196,20 +175,11 @@ class PlacementSearch:
     def _some_and_near(self, count: int, reach: int) -> list[int]:
         return sorted({*_spread(self._count), *_around(count, reach, self._count)})
 
-    def _inputs(self, at: Counts) -> Iterable[Counts]:
-        return _varied(at, inputs_offloaded=self._some_and_near(at.inputs_offloaded, 2))
-
     def _attention(self, at: Counts) -> Iterable[Counts]:
         # Inputs that leave make room for it: each of the two may be worth nothing without the other.
-        may_leave = self._choices.inputs_offloaded is None
-        away = self._some_and_near(at.inputs_offloaded, 2) if may_leave else [at.inputs_offloaded]
+        stays = "inputs_offloaded" in self._fixed
+        away = [at.inputs_offloaded] if stays else self._some_and_near(at.inputs_offloaded, 2)
         return _varied(at, attention_kept=self._some_and_near(at.attention_kept, 2), inputs_offloaded=away)
-
-    def _on_device(self, at: Counts) -> Iterable[Counts]:
-        return _varied(at, groups_on_device=(at.groups_on_device, not at.groups_on_device), on_device=_spread(self._count))
-
-    def _near(self, at: Counts) -> Iterable[Counts]:
-        return _varied(at, on_device=_around(at.on_device, 3, self._count), groups_on_device=(False, True))
 
     def _offloaded(self, at: Counts) -> Iterable[Counts]:
         return _varied(at, offloaded=self._some_and_near(at.offloaded, 3) if at.budgets == _WHOLE else ())
@@ -224,12 +194,12 @@ class PlacementSearch:
         """The candidate with as many kept layers as fit; None if it doesn't fit with any."""
 
         def placement(kept: int) -> Placement:
-            return Placement.of_counts(self._count, **{**vars(counts), "kept": kept})
+            return dataclasses.replace(counts, kept=kept).placement(self._count)
 
         def fits_without(others: int) -> bool:
             return peak_bytes(self._outline, self._model, placement(self._count - others)) <= self._budget
 
-        kept = self._choices.kept
+        kept = self._fixed.get("kept")
         if kept is None:
             # If some number fits, so do smaller ones: the fewest that aren't kept.
             kept = self._count - bisect.bisect_left(range(self._count + 1), True, key=fits_without)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.plan.other_batches import BatchExtent
-from megatrain_accelerate.plan.placement import Placement
 from megatrain_accelerate.plan.step_simulation import StepTime
 
 RESUMED_SHARE_OF_DEVICE = 0.95

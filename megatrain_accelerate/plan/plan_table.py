@@ -21,9 +21,9 @@ def plan_table(plan: PlanRecord, runtime: StreamingRuntime, budget_bytes: int, o
     recomputed = count - len(placement.kept) - len(placement.offloaded)
     there = [unit for unit in runtime.units if not unit.is_on_device]
     host = plan.offloaded_bytes + sum(sum(unit.bytes_by_kind().values()) + unit.promised_bytes for unit in there)
-    kept_bytes = sum(outline.profiles[e.kind].kept_bytes for e in outline.forward_calls if e.layer in placement.kept)
-    lean = [event for event in outline.forward_calls if placement.is_recomputed(event.layer)]
-    lean_bytes = sum(outline.profiles[event.kind].lean_bytes for event in lean)
+    calls = [(outline.profiles[event.kind], event.layer) for event in outline.forward_calls]
+    kept_bytes = sum(profile.kept_bytes for profile, layer in calls if layer in placement.kept)
+    lean_bytes = sum(profile.lean_bytes for profile, layer in calls if placement.is_recomputed(layer))
     low, high = placement.budgets
     budgets = f"; memory budgets {high:g} and {low:g} ({lean_bytes / GIB:.1f} GiB)" if (low, high) != (0.0, 1.0) else ""
     away = sum(map(placement.offloads_inputs, range(count)))

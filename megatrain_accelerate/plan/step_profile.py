@@ -160,16 +160,12 @@ class StepOutline:
     """Whether states and activations surely fit the device, so that no time was measured."""
     sums_loss: bool = False
     """Whether the model's loss is known to be a sum over tokens divided by ``num_items_in_batch`` (:mod:`.step_outline`)."""
-    _at_budgets: dict[tuple[float, float], StepOutline] = dataclasses.field(default_factory=dict, init=False, compare=False)
 
     def at(self, low: float, high: float) -> StepOutline:
         """This step with kept layers at the memory budget ``high`` and all others at ``low``."""
         if (low, high) == (NOTHING.value, EVERYTHING.value):
             return self
-        if (low, high) not in self._at_budgets:
-            profiles = {kind: profile.at(low, high) for kind, profile in self.profiles.items()}
-            self._at_budgets[low, high] = dataclasses.replace(self, profiles=profiles)
-        return self._at_budgets[low, high]
+        return dataclasses.replace(self, profiles={kind: profile.at(low, high) for kind, profile in self.profiles.items()})
 
     @property
     def budget_pairs(self) -> list[tuple[float, float]]:

@@ -19,8 +19,9 @@ import dataclasses
 from collections.abc import Hashable
 
 from megatrain_accelerate.gradients.offload import GRADIENT_SLOTS
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.plan.machine import Machine
-from megatrain_accelerate.plan.placement import Model, Placement, UnitSizes, sent_bytes
+from megatrain_accelerate.plan.placement import Model, UnitSizes, sent_bytes
 from megatrain_accelerate.plan.step_memory import OpCosts
 from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepOutline
 
@@ -182,8 +183,6 @@ class _Pipeline:
         """What is left of the host step's speed, by how much of its time activations leave."""
         model, placement, machine = self.model, self.placement, self.machine
         leaving_seconds = sum(self.sent) / (machine.d2h_bytes * machine.d2h_share_in_step)
-        if not leaving_seconds:
-            return 1.0
         stepped = [unit for layer, unit in enumerate(model.layers) if layer not in placement.on_device]
         stepped += [part for parts in model.parts.values() for part in parts]
         stepped += [] if placement.groups_on_device else model.groups

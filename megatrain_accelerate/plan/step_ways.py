@@ -17,7 +17,6 @@ from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.token_tiles import AUTO_TILE_TOKENS
 from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.placement_search import Candidate, PlacementSearch
-from megatrain_accelerate.plan.plan_record import PlanRecord
 from megatrain_accelerate.plan.step_profile import StepOutline
 
 LONG_TOKENS = 65536
@@ -28,25 +27,18 @@ _SAMPLES_APART = ("torch", "transformers", "peft", "liger_kernel")
 """Packages whose layers are known to compute each sample of a batch for itself."""
 
 
-def take_way_of(runtime: StreamingRuntime, step: StepOutline | PlanRecord) -> None:
-    """Layers run from now on as they do in the step."""
-    runtime.batch_cut.chosen, runtime.token_tile = step.samples, step.token_tile
-
-
 @contextlib.contextmanager
-def way_put_back(runtime: StreamingRuntime) -> Iterator[None]:
-    """Layers run after the body as they did before it."""
-    cut = runtime.batch_cut
-    with replaced(cut, "chosen", cut.chosen), replaced(runtime, "token_tile", runtime.token_tile):
+def layers_run(runtime: StreamingRuntime, samples: int | None, token_tile: int) -> Iterator[None]:
+    """Layers run in the body on pieces of so many samples (None: whole batches), by tiles of so many tokens (0: whole)."""
+    with replaced(runtime.batch_cut, "chosen", samples), replaced(runtime, "token_tile", token_tile):
         yield
 
 
 class WayChoice:
     """Chooses how the layers of one step on so many ``samples`` run, as far as ``micro_batch_size`` and ``token_tile`` of
-    the settings leave a choice. The runtime is left as it was: :func:`take_way_of` applies a choice.
+    the settings leave a choice. The runtime is left as it was.
 
-    ``outline`` makes the outline of the step as the runtime would run it now; ``search`` is for the placement of one, and None
-    where there is no budget to fit.
+    ``outline`` makes the outline of the step as the runtime would run it now; ``search`` is for the placement of one.
     """
 
     def __init__(
@@ -55,7 +47,7 @@ class WayChoice:
         config: MegatrainConfig,
         samples: int,
         outline: Callable[[], StepOutline],
-        search: Callable[[StepOutline], PlacementSearch] | None,
+        search: Callable[[StepOutline], PlacementSearch],
     ) -> None:
         self._runtime, self.outline, self._search = runtime, outline, search
         asked = runtime.batch_cut.asked
@@ -66,48 +58,43 @@ class WayChoice:
     def best(self) -> tuple[StepOutline, Candidate | None]:
         """The outline of the fastest way that fits, and the fastest placement by it; where none does, the outline of the way
         that takes the least memory, and None."""
-        with way_put_back(self._runtime):
-            whole, by_whole = self._fastest(self._tile or 0)
-            is_short = all(profile.length < LONG_TOKENS for profile in whole.profiles.values())
-            if self._search is None or self._tile is not None or (by_whole is not None and is_short):
-                return whole, by_whole
-            tiled, by_tiles = self._fastest(AUTO_TILE_TOKENS)
-            is_better = by_tiles is not None or tiled.largest_layer_bytes < whole.largest_layer_bytes
-            if by_whole is not None:
-                is_better = by_tiles is not None and by_tiles.time.seconds < by_whole.time.seconds
-            return (tiled, by_tiles) if is_better else (whole, by_whole)
+        whole, by_whole = self._fastest(self._tile or 0)
+        is_short = all(profile.length < LONG_TOKENS for profile in whole.profiles.values())
+        if self._tile is not None or (by_whole is not None and is_short):
+            return whole, by_whole
+
+        def costs(found: tuple[StepOutline, Candidate | None]) -> tuple[bool, float]:
+            outline, candidate = found
+            return candidate is None, outline.largest_layer_bytes if candidate is None else candidate.time.seconds
+
+        return min((whole, by_whole), self._fastest(AUTO_TILE_TOKENS), key=costs)
 
     def measured(self, outline: StepOutline, measure: Callable[[StepOutline], StepOutline]) -> tuple[StepOutline, StepOutline]:
         """Measures a step by the way of ``outline``, or, where that turns out not to fit, by the next that takes less memory:
         kernels have workspaces that a run without data doesn't see (of attention's backward several times the hidden states).
         Returns the outline and what was measured of it; raises a ``torch.OutOfMemoryError`` where a layer fits by no way."""
-        assert self._search is not None
         found: tuple[StepOutline, StepOutline] | None = None
         error = torch.OutOfMemoryError()
-        with way_put_back(self._runtime):
-            for leaner in self._ever_leaner(outline):
-                take_way_of(self._runtime, leaner)
-                try:
+        for leaner in self._ever_leaner(outline):
+            try:
+                with layers_run(self._runtime, leaner.samples, leaner.token_tile):
                     found = leaner, measure(leaner)
-                except torch.OutOfMemoryError as raised:
-                    error = raised.with_traceback(None)  # whose frames hold tensors
-                else:
-                    if self._search(found[1]).something_fits:
-                        break
+            except torch.OutOfMemoryError as raised:
+                error = raised.with_traceback(None)  # whose frames hold tensors
+            else:
+                if self._search(found[1]).something_fits:
+                    break
         if found is None:
             raise error
         return found
 
     def _outlined(self, samples: int | None, tile_tokens: int) -> StepOutline:
-        self._runtime.batch_cut.chosen, self._runtime.token_tile = samples, tile_tokens
-        return self.outline()
+        with layers_run(self._runtime, samples, tile_tokens):
+            return self.outline()
 
     def _fastest(self, tile_tokens: int) -> tuple[StepOutline, Candidate | None]:
         """The whole batch if that fits, else the largest pieces that do, and the best placement; else the smallest pieces."""
-        whole = self._outlined(None, tile_tokens)
-        if self._search is None:
-            return whole, None
-        for found in self._whole_and_in_pieces(whole):
+        for found in self._whole_and_in_pieces(self._outlined(None, tile_tokens)):
             best = self._search(found).best()
             if best is not None:
                 break

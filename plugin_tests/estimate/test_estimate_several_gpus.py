@@ -26,8 +26,8 @@ from megatrain_accelerate.estimate.machine_description import (
     host_step_parameters,
     known_gpu,
 )
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.plan.machine import Machine
-from megatrain_accelerate.plan.placement import Placement
 from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES
 from megatrain_accelerate.units import GIB
 

@@ -171,8 +171,8 @@ def peak_of(parts: int, **settings: Any) -> tuple[int, int, int]:
         model(input_ids=ids.cuda(), labels=ids.cuda()).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    peak, predicted = torch.cuda.max_memory_allocated() - base, engine.predicted_device_bytes
-    held = engine.device_bytes_by_kind()
+    peak, predicted = torch.cuda.max_memory_allocated() - base, engine.device_plan.made.predicted_bytes
+    held = engine.device_plan.held_bytes_by_kind()
     engine.close()
     return peak, predicted, sum(count for kind, count in held.items() if "slots" in kind)
 
@@ -207,6 +207,6 @@ def test_a_plan_cuts_experts_whose_slots_would_fill_the_gpu_and_trains_within_it
         optimizer.step()
         optimizer.zero_grad()
     peak = torch.cuda.max_memory_allocated() - base
-    assert peak <= engine.predicted_device_bytes <= 1.25 * 2**30
+    assert peak <= engine.device_plan.made.predicted_bytes <= 1.25 * 2**30
     assert all(0.0 < loss < 20.0 for loss in losses)
     engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import time
@@ -12,10 +13,10 @@ import pytest
 from engine_runs import place
 from trainer_runs import TrainerRun, run_trainer, tiny_llama
 
-from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.optim import fused_step
 from megatrain_accelerate.plan.device_plan import DevicePlan
-from megatrain_accelerate.plan.placement import Placement
+from megatrain_accelerate.plan.placement import Counts
+from megatrain_accelerate.plan.step_simulation import StepTime
 from megatrain_accelerate.transfer import prefetch
 from megatrain_accelerate.transfer.meter import Counters
 
@@ -77,7 +78,13 @@ def test_the_step_that_the_plan_expects_is_logged_where_it_expects_one(
 ) -> None:
     run = run_trainer(tiny_llama, tmp_path / "unplanned", streamed=True)
     assert all("predicted_step_ms" not in entry for entry in megatrain_logs(run))
-    monkeypatch.setattr(Engine, "predicted_step_seconds", 0.25)
+    follow = DevicePlan.follow
+
+    def predicts(plan: DevicePlan, *args: Any) -> None:
+        follow(plan, *args)
+        plan.made = dataclasses.replace(plan.made, predicted_time=StepTime(0.25, 0.0, 0.0, 0.0, 0.0))
+
+    monkeypatch.setattr(DevicePlan, "follow", predicts)
     run = run_trainer(tiny_llama, tmp_path / "planned", streamed=True)
     assert [entry["predicted_step_ms"] for entry in megatrain_logs(run)] == [250.0] * 6
 
@@ -107,7 +114,7 @@ def test_what_lies_where_is_logged_once_for_each_plan(tmp_path: Path, monkeypatc
         nonlocal steps
         steps += 1
         if steps == 4:
-            place(plan, Placement.of_counts(4, kept=3))
+            place(plan, Counts(kept=3).placement(4))
         follow(plan, *args)
 
     monkeypatch.setattr(DevicePlan, "follow", replans)

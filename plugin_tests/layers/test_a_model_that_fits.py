@@ -161,7 +161,7 @@ def test_what_training_adds_is_never_made_on_the_host(
         assert not made
         assert loss == streamed.step(ids)
         made.clear()
-    assert len(run.engine.device_plan.placement.on_device) == 4
+    assert len(run.engine.device_plan.made.placement.on_device) == 4
     assert_equal_states(run.state(), streamed.state())
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from megatrain_accelerate.layers.attention_results import AttentionResults, is_attention
-from megatrain_accelerate.plan.placement import Placement
+from megatrain_accelerate.plan.placement import Counts
 from megatrain_accelerate.transfer import activation_offload
 
 pytestmark = pytest.mark.usefixtures("outlined_once")
@@ -148,7 +148,7 @@ def test_backward_runs_attention_of_the_other_layers_only_and_once_more_if_asked
 def test_layers_that_keep_attention_are_recomputed_and_before_the_kept_ones(
     counts: dict[str, int], expected: set[int]
 ) -> None:
-    assert Placement.of_counts(10, **counts).attention_kept == expected
+    assert Counts(**counts).placement(10).attention_kept == expected
 
 
 @pytest.mark.usefixtures("small_tensors_leave")

@@ -67,7 +67,7 @@ def passes(
     """Losses, the sum of gradients, and the number of graphs, of a pass for each length."""
     model = build().train()
     engine = attach(model, **{"compile_layers": True, "kept_layers": 0, **settings})
-    place(engine.device_plan, dataclasses.replace(engine.device_plan.placement, budgets=budgets))
+    place(engine.device_plan, dataclasses.replace(engine.device_plan.made.placement, budgets=budgets))
     torch.manual_seed(3)
     losses = []
     for length in lengths:
@@ -159,7 +159,7 @@ def saved_bytes(budgets: tuple[float, float], foretold: list[MemoryBudget] | Non
     model = tiny_model(hidden_size=128, intermediate_size=512, num_hidden_layers=1).train()
     engine = attach(model, bf16=False, compile_layers=True, kept_layers=0)
     runtime = engine.runtime
-    place(engine.device_plan, dataclasses.replace(engine.device_plan.placement, budgets=budgets))
+    place(engine.device_plan, dataclasses.replace(engine.device_plan.made.placement, budgets=budgets))
     inputs, saved = set[int](), dict[int, int]()
 
     def note(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.gradients.call_gradients import GradientSums, LayerSums
 from megatrain_accelerate.layers.micro_batches import BatchCut, BatchSplit
-from megatrain_accelerate.plan.placement import Placement, peak_bytes
+from megatrain_accelerate.plan.placement import Counts, peak_bytes
 from megatrain_accelerate.plan.step_memory import LiveBytes
 from megatrain_accelerate.plan.step_outline import outline_step
 from megatrain_accelerate.store.layout import FlatLayout, ParameterSpec
@@ -295,7 +295,7 @@ def peaks(**settings: object) -> tuple[int, int]:
     engine = attach(model, **settings)
     ids = token_batches(1, batch=8, length=128, vocabulary=16)[0]
     outline = outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
-    placement = Placement.of_counts(4, kept=int(settings.get("kept_layers", 0)))  # type: ignore[call-overload]
+    placement = Counts(kept=int(settings.get("kept_layers", 0))).placement(4)  # type: ignore[call-overload]
     sizes = engine.device_plan.model_sizes()
     predicted = peak_bytes(outline, sizes, placement) - sizes.slot_bytes - sizes.gradient_slot_bytes
     runtime = engine.runtime

@@ -12,10 +12,10 @@ from engine_runs import Training, assert_equal_states, attach, place
 from plain_torch import tiny_model, token_batches
 from torch import nn
 
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.host_step import TAKEN_OVER
 from megatrain_accelerate.plan import device_plan
-from megatrain_accelerate.plan.placement import Placement
 from megatrain_accelerate.store import unit as host_store
 
 pytestmark = pytest.mark.usefixtures("outlined_once")
@@ -81,7 +81,7 @@ def test_a_move_that_finds_no_room_leaves_every_unit_whole_and_can_be_tried_agai
     for training_run in (run, still):
         training_run.step(batches[0])
     plan = run.engine.device_plan
-    target = dataclasses.replace(plan.placement, on_device=frozenset({0, 1, 2}), groups_on_device=True)
+    target = dataclasses.replace(plan.made.placement, on_device=frozenset({0, 1, 2}), groups_on_device=True)
     made = []
     original = host_store.DeviceMemory.__init__
 
@@ -194,7 +194,7 @@ def test_an_optimizer_without_a_kernel_leaves_no_layer_on_the_device() -> None:
     model = tiny_model().train()
     run = training(model, torch.optim.SGD(model.parameters(), lr=0.1), device_layers=1)
     run.step(token_batches(1)[0])
-    assert run.engine.device_plan.placement.on_device == frozenset()
+    assert run.engine.device_plan.made.placement.on_device == frozenset()
     assert not run.engine.runtime.prefetcher.own_slots
 
 
@@ -202,17 +202,17 @@ def test_a_smaller_batch_is_planned_after_one_that_was_too_large_to_plan(monkeyp
     run = training(gpu_memory_gib=1.0)
     large, small = token_batches(1, batch=8)[0], token_batches(1, batch=2)[0]
     outline_step = device_plan.outline_step
-    take_way_of = device_plan.take_way_of
+    sent_bytes = device_plan.sent_bytes
 
     def no_room(*_: object) -> object:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(device_plan, "take_way_of", no_room)
+    monkeypatch.setattr(device_plan, "sent_bytes", no_room)
     with pytest.raises(torch.OutOfMemoryError):
         run.step(large)
-    monkeypatch.setattr(device_plan, "take_way_of", take_way_of)
+    monkeypatch.setattr(device_plan, "sent_bytes", sent_bytes)
     run.step(small)
-    assert run.engine.predicted_device_bytes > 0
+    assert run.engine.device_plan.made.predicted_bytes > 0
     assert device_plan.outline_step is outline_step
 
 

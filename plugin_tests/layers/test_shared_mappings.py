@@ -88,7 +88,7 @@ def test_the_step_is_outlined() -> None:
     engine = attach(model, bf16=False)
     model.forward = lambda x, forward=model.forward: {"loss": forward(x)}  # type: ignore[method-assign,misc]
     model(x=batch())["loss"].backward()
-    assert engine.predicted_device_bytes > 0
+    assert engine.device_plan.made.predicted_bytes > 0
     engine.close()
 
 

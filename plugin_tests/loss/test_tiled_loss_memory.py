@@ -12,10 +12,11 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.loss import products, tiled_cross_entropy
 from megatrain_accelerate.loss.lazy_logits import lazy_linear
 from megatrain_accelerate.loss.tiled_cross_entropy import strip_tokens, tile_tokens
-from megatrain_accelerate.plan.placement import Placement, peak_bytes
+from megatrain_accelerate.plan.placement import peak_bytes
 from megatrain_accelerate.plan.step_memory import LiveBytes
 from megatrain_accelerate.plan.step_outline import outline_step
 

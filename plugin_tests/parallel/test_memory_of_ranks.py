@@ -11,7 +11,7 @@ from plain_torch import tiny_model, token_batches
 from rank_runs import join_ranks, require_success, run_ranks
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.plan.placement import Placement
+from megatrain_accelerate.plan.placement import Counts
 
 MIB = 2**20
 SHAPE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
@@ -38,10 +38,10 @@ def main() -> None:
     taken = proportional_bytes() - before
     torch.distributed.barrier()
     taken += sum(parameter.numel() * 4 for parameter in model.parameters())  # the model's own memory, which went
-    taken -= sum(engine.device_bytes_by_kind().values())  # which here is the host's
+    taken -= sum(engine.device_plan.held_bytes_by_kind().values())  # which here is the host's
     store = engine.host_bytes_by_kind()
     Path(sys.argv[1], str(rank)).write_text(f"{taken} {sum(store.values())}")
-    place(engine.device_plan, Placement.of_counts(SHAPE["num_hidden_layers"], on_device=SHAPE["num_hidden_layers"]))
+    place(engine.device_plan, Counts(on_device=SHAPE["num_hidden_layers"]).placement(SHAPE["num_hidden_layers"]))
     moments = engine.host_bytes_by_kind()["moments"]
     assert moments == store["moments"] > 0, "what the layers have written to the file of all ranks stays there"
 

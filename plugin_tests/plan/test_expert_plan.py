@@ -22,12 +22,13 @@ from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedError
 from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.gradients import offload as grad_offload
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.plan import layer_discovery
 from megatrain_accelerate.plan.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.plan.layer_discovery import SLOTS_SHARE
 from megatrain_accelerate.plan.machine import Machine
-from megatrain_accelerate.plan.placement import Model, Placement, UnitSizes
+from megatrain_accelerate.plan.placement import Counts, Model, UnitSizes
 from megatrain_accelerate.plan.step_memory import LiveBytes, OpCosts
 from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepOutline
 from megatrain_accelerate.plan.step_simulation import simulate_step
@@ -84,7 +85,7 @@ def test_parameters_keep_names_shapes_and_identity() -> None:
 @pytest.mark.parametrize("parts", [2, 3, EXPERTS])
 def test_slots_shrink_to_one_part(parts: int) -> None:
     engine = attach(tiny_experts(), expert_parts=parts, slots=3)
-    held = engine.device_bytes_by_kind()
+    held = engine.device_plan.held_bytes_by_kind()
     rest, experts = engine.runtime.layers[0].unit.layout, engine.runtime.experts[0]
     of_part = experts.parts[0].unit.layout.weight_bytes
     engine.close()
@@ -113,7 +114,11 @@ def peak_as_predicted(model: nn.Module, **settings: Any) -> int:
     engine = attach(model, tiled_loss=False, **settings)
     ids = token_batches(1, batch=8, length=128)[0]
     model(input_ids=ids, labels=ids).loss.backward()
-    predicted = engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES - sum(engine.device_bytes_by_kind().values())
+    predicted = (
+        engine.device_plan.made.predicted_bytes
+        - LIBRARY_WORKSPACE_BYTES
+        - sum(engine.device_plan.held_bytes_by_kind().values())
+    )
     model.zero_grad()
     with LiveBytes(_present(model, engine)) as live:
         model(input_ids=ids, labels=ids).loss.backward()
@@ -310,7 +315,7 @@ def test_adapters_on_attention_train_beside_frozen_experts_in_parts() -> None:
             optimizer.zero_grad()
             losses[-1].append(loss.item())
         of_adapters = sum(p.nbytes for p in model.parameters() if p.requires_grad) // len(engine.runtime.layers)
-        assert engine.device_bytes_by_kind()["gradient_slots"] == 2 * of_adapters
+        assert engine.device_plan.held_bytes_by_kind()["gradient_slots"] == 2 * of_adapters
         engine.close()
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
@@ -378,7 +383,7 @@ def test_parts_that_are_computed_again_with_their_layer_are_fetched_a_third_time
     of_part = engine.runtime.experts[0].parts[0].unit.layout.weight_bytes
     engine.close()
     again, once = (
-        simulate_step(outline, sizes, Placement.of_counts(3, inputs_offloaded=count), MACHINE).h2d * MACHINE.h2d_bytes
+        simulate_step(outline, sizes, Counts(inputs_offloaded=count).placement(3), MACHINE).h2d * MACHINE.h2d_bytes
         for count in (3, 0)
     )
     # In each layer, what the slots hold at the turn isn't fetched.

@@ -53,7 +53,7 @@ def test_a_tied_head_and_its_embedding_are_one_resident_that_both_read() -> None
     model = tiny_model(tie_word_embeddings=True)
     found = discover_layers(model)
     assert list(residents(found)) == ["model.embed_tokens", "model.norm"]
-    assert set(found.residents[0].modules) == {model.model.embed_tokens, model.lm_head}
+    assert {model.model.embed_tokens, model.lm_head} <= set(found.residents[0].users)
     assert found.residents[0].layers_before == 0
     assert_complete(model, found)
 
@@ -71,7 +71,7 @@ def test_t5_streams_both_stacks_in_order() -> None:
     found = discover_layers(model)
     assert names(found) == [f"{stack}.block.{i}" for stack in ("encoder", "decoder") for i in range(2)]
     shared = next(spec for spec in found.residents if spec.name == "shared")
-    assert {model.encoder.embed_tokens, model.decoder.embed_tokens} <= set(shared.modules)
+    assert {model.encoder.embed_tokens, model.decoder.embed_tokens} <= set(shared.users)
     assert_complete(model, found)
 
 

@@ -7,10 +7,12 @@ import math
 
 import pytest
 
+from megatrain_accelerate.config import PlacementSettings
 from megatrain_accelerate.layers.compiled_layer import MemoryBudget
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.plan.machine import Machine
-from megatrain_accelerate.plan.placement import Model, Placement, UnitSizes, peak_bytes, sent_bytes
-from megatrain_accelerate.plan.placement_search import Candidate, Choices, PlacementSearch
+from megatrain_accelerate.plan.placement import Counts, Model, UnitSizes, fixed_counts, peak_bytes, sent_bytes
+from megatrain_accelerate.plan.placement_search import Candidate, PlacementSearch
 from megatrain_accelerate.plan.step_memory import OpCosts
 from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepOutline
 from megatrain_accelerate.plan.step_simulation import StepTime, simulate_step
@@ -59,7 +61,7 @@ def model(**changes: object) -> Model:
 
 
 def seconds(machine: Machine = MACHINE, sizes: Model | None = None, **counts: object) -> StepTime:
-    placement = Placement.of_counts(LAYERS, **counts)  # type: ignore[arg-type]
+    placement = Counts(**counts).placement(LAYERS)  # type: ignore[arg-type]
     return simulate_step(outline(), sizes or model(), placement, machine)
 
 
@@ -72,7 +74,7 @@ def test_a_recompute_that_was_measured_takes_its_own_time_but_for_a_layer_whose_
     step = outline(recompute_seconds=0.75, attention_seconds=0.125)
 
     def compute(**counts: object) -> float:
-        return simulate_step(step, model(), Placement.of_counts(LAYERS, **counts), MACHINE).compute  # type: ignore[arg-type]
+        return simulate_step(step, model(), Counts(**counts).placement(LAYERS), MACHINE).compute  # type: ignore[arg-type]
 
     assert compute() == pytest.approx(LAYERS * (1 + 0.75 + 2), rel=0.01)
     assert compute() - compute(kept=4) == pytest.approx(4 * 0.75)
@@ -84,7 +86,7 @@ def test_what_was_measured_outside_the_layers_replaces_what_was_reckoned_until_b
     events = [dataclasses.replace(event, costs=OpCosts(flops=1e3)) for event in outline().events]  # a second each
     reckoned = dataclasses.replace(outline(), events=tuple(events))
     measured = dataclasses.replace(reckoned, outside_seconds=3.5)
-    placement = Placement.of_counts(LAYERS)
+    placement = Counts().placement(LAYERS)
     reckoned_seconds = simulate_step(reckoned, model(), placement, MACHINE).compute
     # Of the 20 events those of forward and the first of backward are among the measured ones.
     assert simulate_step(measured, model(), placement, MACHINE).compute == pytest.approx(reckoned_seconds - 11 + 3.5)
@@ -150,8 +152,8 @@ def test_copies_of_offloaded_layers_hide_behind_those_between_them() -> None:
     # The activations of a layer take the link as long as two layers compute, forward or back.
     machine = dataclasses.replace(MACHINE, d2h_bytes=25.0, h2d_bytes=12.5, host_step_parameters=1e9)
     sizes = model(layers=[dataclasses.replace(LAYER, weight_bytes=0, gradient_bytes=0)] * LAYERS)
-    spaced = Placement.of_counts(LAYERS, offloaded=3)
-    side_by_side = Placement.of_counts(LAYERS, offloaded=3, inputs_offloaded=LAYERS)
+    spaced = Counts(offloaded=3).placement(LAYERS)
+    side_by_side = Counts(offloaded=3, inputs_offloaded=LAYERS).placement(LAYERS)
     assert (spaced.offloaded, side_by_side.offloaded) == ({9, 6, 3}, {9, 8, 7})
     recomputed = simulate_step(outline(), sizes, Placement(), machine).seconds
     seconds_of = [simulate_step(outline(), sizes, placement, machine).seconds for placement in (spaced, side_by_side)]
@@ -191,7 +193,7 @@ def test_the_host_steps_slower_while_activations_leave() -> None:
 
 @pytest.mark.parametrize(("offloaded", "spacing"), [(0, 1), (1, 8), (2, 5), (3, 3), (5, 2), (6, 1), (99, 1)])
 def test_offloaded_layers_are_spread_over_those_that_are_not_kept(offloaded: int, spacing: int) -> None:
-    placement = Placement.of_counts(12, kept=2, offloaded=offloaded)
+    placement = Counts(kept=2, offloaded=offloaded).placement(12)
     assert placement.offload_spacing == spacing
     assert placement.offloaded == {9 - spacing * i for i in range(min(10, offloaded))}
     assert not placement.offloaded & placement.kept
@@ -201,7 +203,7 @@ def test_peak_grows_by_what_is_placed_on_the_device() -> None:
     step, sizes = outline(), model()
 
     def peak(**counts: object) -> int:
-        return peak_bytes(step, sizes, Placement.of_counts(LAYERS, **counts))  # type: ignore[arg-type]
+        return peak_bytes(step, sizes, Counts(**counts).placement(LAYERS))  # type: ignore[arg-type]
 
     assert peak() == SLOTS + 9 * 5 + 100
     assert peak(groups_on_device=True) == peak() + 2 * 10
@@ -218,7 +220,7 @@ def test_peak_grows_by_what_is_placed_on_the_device() -> None:
 def test_kept_results_of_attention_are_there_while_the_rest_of_their_layer_runs() -> None:
     def peak(attention_kept: int) -> int:
         step = outline(attention_bytes=7, forward_bytes=1000)
-        return peak_bytes(step, model(), Placement.of_counts(LAYERS, attention_kept=attention_kept))
+        return peak_bytes(step, model(), Counts(attention_kept=attention_kept).placement(LAYERS))
 
     assert peak(0) == SLOTS + 9 * 5 + 1000
     assert peak(LAYERS) == SLOTS + 9 * 5 + LAYERS * 7 + 1000
@@ -226,41 +228,47 @@ def test_kept_results_of_attention_are_there_while_the_rest_of_their_layer_runs(
 
 def found(budget: int, machine: Machine = MACHINE, sizes: Model | None = None, **choices: int | None) -> Candidate | None:
     settings = {"offloaded": 0, "inputs_offloaded": 0, **choices}
-    return PlacementSearch(outline(), sizes or model(), machine, budget, Choices(**settings), 10**9).best()  # type: ignore[arg-type]
+    fixed = {name: count for name, count in settings.items() if count is not None}
+    return PlacementSearch(outline(), sizes or model(), machine, budget, fixed, 10**9).best()
 
 
 def test_nothing_fits_a_budget_below_the_smallest_peak() -> None:
     assert found(SLOTS + 100) is None
     smallest = found(SLOTS + 9 * 5 + 100)
     assert smallest is not None
-    assert smallest.placement == Placement.of_counts(LAYERS, kept=1)
+    assert smallest.placement == Counts(kept=1).placement(LAYERS)
 
 
 def test_a_huge_budget_puts_the_whole_model_on_the_device_where_the_host_bounds() -> None:
     slow_host = dataclasses.replace(MACHINE, host_step_parameters=1.0)
     best = found(10**6, slow_host)
     assert best is not None
-    assert best.placement == Placement.of_counts(LAYERS, kept=LAYERS, on_device=LAYERS, groups_on_device=True)
+    assert best.placement == Counts(kept=LAYERS, on_device=LAYERS, groups_on_device=True).placement(LAYERS)
 
 
-@pytest.mark.parametrize("fixed", [{}, {"kept": LAYERS}, {"on_device": -1}, {"on_device": LAYERS}, {"offloaded": 0}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kept_layers": LAYERS}, {"device_layers": -1}, {"device_layers": LAYERS}, {"offloaded_layers": 0}],
+    ids=str,
+)
 def test_all_of_a_model_that_fits_is_on_the_device_though_the_host_would_step_a_part_of_it_faster(
-    fixed: dict[str, int],
+    settings: dict[str, int],
 ) -> None:
+    fixed = fixed_counts(PlacementSettings(**settings), LAYERS)  # type: ignore[arg-type]
     slow = dataclasses.replace(MACHINE, device_bytes=100.0)
-    every = Placement.of_counts(LAYERS, kept=LAYERS, on_device=LAYERS, groups_on_device=True)
-    on_host = simulate_step(outline(), model(), Placement.of_counts(LAYERS, kept=LAYERS), slow)
+    every = Counts(kept=LAYERS, on_device=LAYERS, groups_on_device=True).placement(LAYERS)
+    on_host = simulate_step(outline(), model(), Counts(kept=LAYERS).placement(LAYERS), slow)
     assert on_host.seconds < simulate_step(outline(), model(), every, slow).seconds
     least = peak_bytes(outline(), model(), every)
     for budget, fits in ((least, True), (least - 1, False)):
-        found = PlacementSearch(outline(), model(), slow, budget, Choices(**fixed)).best()
+        found = PlacementSearch(outline(), model(), slow, budget, fixed).best()
         assert found is not None
         assert (found.placement == every) == fits
 
 
 @pytest.mark.parametrize("fixed", [{"kept": 2}, {"on_device": 3}], ids=str)
 def test_a_model_that_fits_is_placed_as_the_user_fixed_it(fixed: dict[str, int]) -> None:
-    found = PlacementSearch(outline(), model(), MACHINE, 10**6, Choices(**fixed)).best()
+    found = PlacementSearch(outline(), model(), MACHINE, 10**6, fixed).best()
     assert found is not None
     ((kind, count),) = fixed.items()
     assert len(getattr(found.placement, kind)) == count
@@ -281,7 +289,7 @@ def test_the_search_comes_within_two_percent_of_trying_everything(budget: int, h
     assert best is not None
     step, sizes = outline(), model()
     candidates = [
-        Placement.of_counts(LAYERS, kept=kept, on_device=on_device, groups_on_device=groups)
+        Counts(kept=kept, on_device=on_device, groups_on_device=groups).placement(LAYERS)
         for kept in range(LAYERS + 1)
         for on_device in range(LAYERS + 1)
         for groups in (False, True)
@@ -297,10 +305,10 @@ def test_layers_on_the_device_and_offloaded_ones_are_found_where_neither_pays_al
 ) -> None:
     machine = dataclasses.replace(MACHINE, host_step_parameters=20.0, h2d_bytes=copies, d2h_bytes=copies)
     step, sizes = outline(forward_seconds=seconds, kept_forward_seconds=seconds, backward_seconds=2 * seconds), model()
-    best = PlacementSearch(step, sizes, machine, budget, Choices(), host_budget_bytes=1000).best()
+    best = PlacementSearch(step, sizes, machine, budget, {}, host_budget_bytes=1000).best()
     assert best is not None
     candidates = [
-        Placement.of_counts(LAYERS, kept=kept, offloaded=offloaded, on_device=on_device, groups_on_device=groups)
+        Counts(kept=kept, offloaded=offloaded, on_device=on_device, groups_on_device=groups).placement(LAYERS)
         for kept in range(LAYERS + 1)
         for offloaded in range(LAYERS + 1)
         for on_device in range(LAYERS + 1)
@@ -314,8 +322,8 @@ def test_layers_on_the_device_and_offloaded_ones_are_found_where_neither_pays_al
 def test_what_the_user_fixed_stays() -> None:
     best = found(10**6, kept=3, on_device=1)
     assert best is not None
-    assert best.placement == Placement.of_counts(LAYERS, kept=3, on_device=1)
-    everything = found(10**6, on_device=-1)
+    assert best.placement == Counts(kept=3, on_device=1).placement(LAYERS)
+    everything = found(10**6, on_device=LAYERS, groups_on_device=True)
     assert everything is not None
     assert everything.placement.groups_on_device
 
@@ -326,7 +334,7 @@ def test_what_the_user_fixed_stays() -> None:
 def test_one_thing_that_the_user_fixed_stays_where_the_rest_is_chosen(name: str, count: int, budget: int) -> None:
     best = found(budget, **{"offloaded": None, "inputs_offloaded": None, "kept": 0, name: count})
     if best is None:
-        assert peak_bytes(outline(), model(), Placement.of_counts(LAYERS, **{name: count})) > budget  # type: ignore[arg-type]
+        assert peak_bytes(outline(), model(), Counts(**{name: count}).placement(LAYERS)) > budget  # type: ignore[arg-type]
         return
     assert len(getattr(best.placement, name)) == count
 
@@ -338,9 +346,7 @@ def test_offloading_is_chosen_where_the_link_is_idle_and_host_memory_is_there() 
     assert best.placement.offloaded
 
     def without_host_memory(**fixed: int) -> Candidate | None:
-        return PlacementSearch(
-            outline(), model(), fast_link, SLOTS + 9 * 5 + 260, Choices(**fixed), host_budget_bytes=0
-        ).best()
+        return PlacementSearch(outline(), model(), fast_link, SLOTS + 9 * 5 + 260, fixed, host_budget_bytes=0).best()
 
     settled = without_host_memory(on_device=0)
     assert settled is not None
@@ -367,7 +373,7 @@ def test_inputs_leave_where_a_step_does_not_fit_with_them_and_no_more_than_must(
 def test_layers_with_tiles_keep_attention_first_where_room_is_short_and_attention_long() -> None:
     profile = {"attention": OpCosts(), "attention_bytes": 5, "attention_seconds": 0.8}
     budget = SLOTS + 9 * 5 + 100 + 10 * 5
-    fixed = Choices(offloaded=0, on_device=0, inputs_offloaded=0)
+    fixed = {"offloaded": 0, "on_device": 0, "inputs_offloaded": 0}
     for tile in (8192, 0):
         step = dataclasses.replace(outline(**profile), token_tile=tile)  # type: ignore[arg-type]
         best = PlacementSearch(step, model(), MACHINE, budget, fixed).best()
@@ -384,14 +390,14 @@ def test_inputs_leave_to_make_room_for_attention() -> None:
     step = dataclasses.replace(outline(**profile), token_tile=8192)  # type: ignore[arg-type]
     fixed = {"kept": 0, "offloaded": 0, "on_device": 0}
     seconds = {}
-    for inputs in (0, None):
-        choices = Choices(**fixed, inputs_offloaded=inputs)  # type: ignore[arg-type]
+    for may_leave in (False, True):
+        choices = fixed if may_leave else {**fixed, "inputs_offloaded": 0}
         best = PlacementSearch(step, model(), MACHINE, SLOTS + 9 * 5 + 100, choices, 10**9).best()
         assert best is not None
-        seconds[inputs] = best.time.seconds
+        seconds[may_leave] = best.time.seconds
     assert best.placement.inputs_offloaded
     assert len(best.placement.attention_kept) >= 6
-    assert seconds[None] < 0.9 * seconds[0]
+    assert seconds[True] < 0.9 * seconds[False]
 
 
 @pytest.mark.parametrize("layers", [10, 40])
@@ -400,8 +406,8 @@ def test_a_step_that_fits_with_one_number_of_inputs_away_is_found(layers: int) -
     step, sizes = outline(layers=layers), model(layers=[LAYER] * layers)
     for away in range(layers + 1):
         # Neither the device nor the host has room for one more.
-        needed = peak_bytes(step, sizes, Placement.of_counts(layers, inputs_offloaded=away))
-        best = PlacementSearch(step, sizes, MACHINE, needed, Choices(**fixed), 5 * away).best()  # type: ignore[arg-type]
+        needed = peak_bytes(step, sizes, Counts(inputs_offloaded=away).placement(layers))
+        best = PlacementSearch(step, sizes, MACHINE, needed, fixed, 5 * away).best()
         assert best is not None, away
         assert len(best.placement.inputs_offloaded) <= away
 
@@ -409,7 +415,7 @@ def test_a_step_that_fits_with_one_number_of_inputs_away_is_found(layers: int) -
 def test_results_of_attention_wait_on_the_host_as_far_as_it_has_room() -> None:
     profile = {"attention": OpCosts(), "attention_bytes": 5, "attention_seconds": 0.8}
     step = dataclasses.replace(outline(**profile), token_tile=8192)  # type: ignore[arg-type]
-    choices = Choices(kept=0, offloaded=0, on_device=0)
+    choices = {"kept": 0, "offloaded": 0, "on_device": 0}
     attending = []
     for host in (10**9, 40, 10):
         # Device memory for what is there of two layers at a time, and a few more.
@@ -424,13 +430,13 @@ def test_results_of_attention_wait_on_the_host_as_far_as_it_has_room() -> None:
 
 
 def test_what_fits_in_no_way_takes_the_least_that_it_can() -> None:
-    choices = Choices(kept=0, offloaded=0, on_device=0)
+    choices = {"kept": 0, "offloaded": 0, "on_device": 0}
     placements = []
     for inputs, host in ((None, 10**6), (None, 20), (None, 0), (0, 10**6)):
-        free = dataclasses.replace(choices, inputs_offloaded=inputs)
+        free = choices if inputs is None else {**choices, "inputs_offloaded": inputs}
         search = PlacementSearch(outline(), model(), MACHINE, 10, free, host_budget_bytes=host)
         assert search.best() is None
-        placements.append(search.leanest(Placement()))
+        placements.append(search.leanest())
         assert placements[-1].peak_bytes == peak_bytes(outline(), model(), placements[-1].placement)
     all_away, some_away, none, fixed = placements
     assert len(all_away.placement.inputs_offloaded) >= 8
@@ -440,14 +446,14 @@ def test_what_fits_in_no_way_takes_the_least_that_it_can() -> None:
 
 
 def test_inputs_stay_where_the_host_has_no_room_for_them() -> None:
-    choices = Choices(kept=0, offloaded=0, on_device=0, attention_kept=0)
+    choices = {"kept": 0, "offloaded": 0, "on_device": 0, "attention_kept": 0}
     assert PlacementSearch(outline(), model(), MACHINE, SLOTS + 9 * 5 + 80, choices, host_budget_bytes=10).best() is None
     assert PlacementSearch(outline(), model(), MACHINE, SLOTS + 9 * 5 + 80, choices, host_budget_bytes=100).best() is not None
 
 
 def test_accumulation_counts_the_gradients_that_wait_for_the_others() -> None:
     one, two = model(), model(micro_batches=2)
-    placement = Placement.of_counts(LAYERS, on_device=4)
+    placement = Counts(on_device=4).placement(LAYERS)
     assert peak_bytes(outline(), two, placement) > peak_bytes(outline(), one, placement)
     assert (
         simulate_step(outline(), two, placement, MACHINE).seconds
@@ -459,11 +465,11 @@ def test_fp32_sums_are_counted_on_the_device_and_in_the_hosts_time() -> None:
     with_sums = dataclasses.replace(LAYER, sum_bytes=20)
     group = dataclasses.replace(GROUP, sum_bytes=2)
     changes = {"layers": [with_sums] * LAYERS, "groups_before": [group], "groups_after": [group]}
-    placement = Placement.of_counts(LAYERS, on_device=4)
+    placement = Counts(on_device=4).placement(LAYERS)
     plain, sums = model(micro_batches=2), model(micro_batches=2, **changes)
     assert peak_bytes(outline(), sums, placement) == peak_bytes(outline(), plain, placement) + 4 * 20 + 2 * 2
     assert with_sums.host_bytes == LAYER.host_bytes + 20
-    streamed = Placement.of_counts(LAYERS)
+    streamed = Counts().placement(LAYERS)
     # 4 bytes of the step's 26 more for each backward.
     more = (
         simulate_step(outline(), sums, streamed, MACHINE).host_step
@@ -473,7 +479,7 @@ def test_fp32_sums_are_counted_on_the_device_and_in_the_hosts_time() -> None:
 
 
 def test_a_host_without_room_is_no_reason_against_placements_that_offload_nothing() -> None:
-    search = PlacementSearch(outline(), model(), MACHINE, 10**6, Choices(), host_budget_bytes=-(10**9))
+    search = PlacementSearch(outline(), model(), MACHINE, 10**6, {}, host_budget_bytes=-(10**9))
     best = search.best()
     assert best is not None
     assert not best.placement.offloaded
@@ -485,7 +491,7 @@ BUDGETS = (MemoryBudget(0.0, 0.0, 1.0), MemoryBudget(0.4, 0.3, 0.5), MemoryBudge
 @pytest.mark.parametrize("room", [0, 60, 150, 250, 400, 1000])
 def test_layers_are_divided_between_two_neighbouring_memory_budgets_where_that_is_faster(room: int) -> None:
     step = outline(recompute_seconds=1.0, budgets=BUDGETS)
-    choices = Choices(offloaded=0, inputs_offloaded=0, attention_kept=0, on_device=0)
+    choices = {"offloaded": 0, "inputs_offloaded": 0, "attention_kept": 0, "on_device": 0}
     budget = 200 + SLOTS + room
 
     def best(step: StepOutline) -> Candidate:
@@ -509,7 +515,7 @@ def test_a_layer_at_a_memory_budget_takes_its_share_of_time_and_memory() -> None
     step = outline(recompute_seconds=1.0, budgets=BUDGETS)
 
     def placed(budgets: tuple[float, float], kept: int) -> tuple[float, int]:
-        placement = Placement.of_counts(LAYERS, kept=kept, budgets=budgets)
+        placement = Counts(kept=kept, budgets=budgets).placement(LAYERS)
         return simulate_step(step, model(), placement, MACHINE).compute, peak_bytes(step, model(), placement)
 
     all_recomputed, all_kept = placed((0.0, 1.0), 0), placed((0.0, 1.0), LAYERS)
@@ -524,7 +530,7 @@ def test_a_layer_at_a_memory_budget_takes_its_share_of_time_and_memory() -> None
 
 def test_settings_that_say_how_many_layers_are_kept_keep_them_whole() -> None:
     step = outline(recompute_seconds=1.0, budgets=BUDGETS)
-    found = PlacementSearch(step, model(), MACHINE, 10_000, Choices(kept=3)).best()
+    found = PlacementSearch(step, model(), MACHINE, 10_000, {"kept": 3}).best()
     assert found is not None
     assert found.placement.budgets == (0.0, 1.0)
     assert len(found.placement.kept) == 3
@@ -547,7 +553,7 @@ def test_of_several_ranks_each_copies_and_steps_its_share_of_the_gradients_that_
 
 
 def test_gradients_of_layers_that_live_on_the_devices_are_exchanged_and_come_back_as_means() -> None:
-    rate, every = 1e9, Placement.of_counts(LAYERS, on_device=LAYERS, groups_on_device=True)
+    rate, every = 1e9, Counts(on_device=LAYERS, groups_on_device=True).placement(LAYERS)
     ranks = dataclasses.replace(model(), ranks=2, exchange_bytes=rate)
     exchanged = sum(unit.gradient_bytes for unit in [*ranks.layers, *ranks.groups])
     assert simulate_step(outline(), model(), every, MACHINE).d2h == 0

@@ -11,8 +11,9 @@ from plain_torch import tiny_model, token_batches
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.loss.products import standing_for_a_gpu
-from megatrain_accelerate.plan.placement import Placement, peak_bytes
+from megatrain_accelerate.plan.placement import peak_bytes
 from megatrain_accelerate.plan.step_memory import LiveBytes, buffers_put_back
 from megatrain_accelerate.plan.step_outline import outline_step
 

@@ -167,13 +167,6 @@ def test_a_batch_that_cannot_be_cut_stays_whole() -> None:
     assert step.best() == WHOLE
 
 
-def test_without_a_budget_the_batch_is_outlined_whole() -> None:
-    step = Step(budget=0, samples=8)
-    step.choice = WayChoice(step.runtime, MegatrainConfig(), 8, step.outline, None)
-    assert step.best() == WHOLE
-    assert step.outlined == [WHOLE]
-
-
 @pytest.mark.parametrize("failing", [WHOLE, TILED], ids=["whole", "by tiles"])
 def test_a_step_that_cannot_be_outlined_leaves_the_way_of_an_earlier_batch(failing: Way) -> None:
     step = Step(budget=20)

@@ -16,7 +16,7 @@ from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.plan.placement import Placement, peak_bytes
+from megatrain_accelerate.plan.placement import Counts, peak_bytes
 from megatrain_accelerate.plan.step_outline import outline_step
 from megatrain_accelerate.store.host_pool import HostPool
 from megatrain_accelerate.transfer import activation_offload
@@ -344,7 +344,7 @@ def test_the_predicted_step_counts_offloaded_activations_only_on_their_way(small
     sizes = engine.device_plan.model_sizes()
 
     def predicted(kept: int, offloaded: int, inputs: bool = False) -> int:
-        placement = Placement.of_counts(12, kept=kept, offloaded=offloaded, inputs_offloaded=12 * inputs)
+        placement = Counts(kept=kept, offloaded=offloaded, inputs_offloaded=12 * inputs).placement(12)
         return peak_bytes(outline, sizes, placement)
 
     (profile,) = outline.profiles.values()
