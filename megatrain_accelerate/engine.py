@@ -249,7 +249,7 @@ class Engine:
     def _begin_training(self) -> None:
         self.training = True
         for unit in self.runtime.units:
-            unit.allocate_masters()
+            unit.allocate("residuals")
             unit.promise("gradients")
         self.runtime.offloader.allocate_slots(self.runtime.gradients_leave)
 

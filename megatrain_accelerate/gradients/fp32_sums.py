@@ -96,14 +96,12 @@ class Fp32Sums:
         if not self.is_budgeted:
             # All that is still to be allocated and wasn't promised: the optimizer may be prepared after this.
             units = [part.unit for part in self._parts if not part.unit.is_on_device]
-            parts = {
-                "moments": sum(unit.moment_bytes for unit in units if not unit.has("moments")),
-                "gradient_residuals": sum(2 * u.layout.split_elements for u in units if u.gradient_residuals is None),
-                "staging": staging_bytes,
-            }
+            kinds = ("moments", "gradient_residuals")
+            parts = {kind: sum(unit.sizes[kind] for unit in units if not unit.has(kind)) for kind in kinds}
+            parts["staging"] = staging_bytes
             require_host_bytes(parts, self._host_memory_gib, remedy=BF16_REMEDY, ranks=self.ranks)
         for part in self._parts:
-            part.allocate_gradient_residuals()
+            part.unit.allocate("gradient_residuals")
         self._is_prepared = True
 
     def running(self, state: ParameterState) -> RunningSum | None:

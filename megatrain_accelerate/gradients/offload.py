@@ -112,7 +112,7 @@ class GradientOffloader:
     def make_places(self, units: Iterable[HostUnit]) -> None:
         """Makes the host memory of these units' gradients as far as it is missing and they live there."""
         for unit in units:
-            unit.allocate_gradients()
+            unit.allocate("gradients")
         if self.promised_bytes:
             self.passing = self._buffers_of(PASSING_BUFFERS, self._largest_unit)
 

@@ -115,7 +115,7 @@ class FusedStep(HostStep):
             if states:
                 unit.promise("moments")
                 if unit.is_on_device:
-                    unit.allocate_moments()  # before activations take the memory that the plan has for them
+                    unit.allocate("moments")  # before activations take the memory that the plan has for them
             for state in states:
                 self.import_state(state, self._optimizer.state.pop(state.parameter, None) or {})
 
@@ -123,7 +123,7 @@ class FusedStep(HostStep):
         """Makes the moments of units that have none yet and train any of these parameters, given by ``id``."""
         for unit in self.runtime.units:
             if unit.moments is None and any(s.row is not None and id(s.parameter) in parameters for s in unit.states):
-                unit.allocate_moments()
+                unit.allocate("moments")
 
     def import_state(self, state: ParameterState, values: dict[str, Any]) -> None:
         """Sets a parameter's moments, step and residual from an optimizer's state for it; empty means none yet."""
@@ -402,7 +402,7 @@ class FusedStep(HostStep):
         ]
         if not found:
             return False
-        layer.unit.allocate_moments()
+        layer.unit.allocate("moments")
         states = self._optimizer.state
         entries = [self._entry(states, state) for state, _ in found]
         steps = self._steps(found, _next_steps(entries), {})
