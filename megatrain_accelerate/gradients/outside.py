@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -44,9 +43,6 @@ class OutsideGradients:
     def _watch(self, unit: HostUnit) -> None:
         for _, handle in self._watched.get(id(unit), ()):
             handle.remove()
-        aside = functools.partial(weakly(self._take), weakref.ref(unit))
-        # On the device autograd's thread is the one that runs the layers.
-        take: Callable[..., Any] = weakly(self._offloader.sums.before_accumulation) if unit.is_on_device else aside
         watched = self._watched[id(unit)] = []
         for state in (state for state in unit.states if state.entry.spec.trainable):
             # Autograd's node that adds to ``parameter.grad``: there is one at a time, for as long as anybody holds it.
@@ -55,7 +51,9 @@ class OutsideGradients:
                 state.parameter.requires_grad_(True)
                 node = get_gradient_edge(state.parameter).node
                 state.parameter.requires_grad_(is_trained)
-            watched.append((node, node.register_prehook(functools.partial(take, weakref.ref(state)))))
+            # On the device autograd's thread is the one that runs the layers.
+            summed = weakly(self._offloader.sums.before_accumulation, state) if unit.is_on_device else None
+            watched.append((node, node.register_prehook(summed or weakly(self._take, unit, state))))
 
     def moved(self, unit: HostUnit) -> None:
         """To be called when a unit has moved to or from the device: its weights' nodes are others then."""
@@ -69,12 +67,10 @@ class OutsideGradients:
                 handle.remove()
         self._watched.clear()
 
-    def _take(
-        self, of_unit: weakref.ref[HostUnit], of_state: weakref.ref[ParameterState], arrived: tuple[torch.Tensor | None, ...]
-    ) -> tuple[None] | None:
+    def _take(self, unit: HostUnit, state: ParameterState, arrived: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
         """Before a weight's accumulation, by any thread of a backward. A StateError where gradients pass."""
-        unit, state, gradient = of_unit(), of_state(), arrived[0]
-        if unit is None or state is None or gradient is None or gradient.requires_grad:  # of ``create_graph``: autograd's
+        gradient = arrived[0]
+        if gradient is None or gradient.requires_grad:  # of ``create_graph``: autograd's
             return None
         if self._offloader.exchange is not None:
             raise StateError(

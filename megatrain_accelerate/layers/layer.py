@@ -162,8 +162,6 @@ class StreamedLayer:
         with unwatched():
             written = written_among(self._handles)
         if written:
-            if self.unit.shared is not None:
-                self.unit.shared.refuse_written(self.name)
             self.gate.wait()
             for state in [self.unit.states[place] for place in written]:
                 self.unit.write_master(state, state.parameter.detach())

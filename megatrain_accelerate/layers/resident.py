@@ -62,7 +62,7 @@ class ResidentGroup:
             return
         late_ms = 1e3 * (time.perf_counter() - start)
         # RAW: the copy of the stepped weights must be over.
-        self._meter.compute_waits_for(self._params_copied_event, Cause.H2D, late_ms, of_layer=False)
+        self._meter.compute_waits_for(self._params_copied_event, Cause.H2D, late_ms)
 
     def announce_push(self) -> Any:
         """Called when a step is taken: counts the copies to come; returns the event for :meth:`push_weights`."""
@@ -89,8 +89,6 @@ class ResidentGroup:
         for state in self.unit.states:
             weight, handle = self._device_weights[id(state)], state.handle
             if handle.is_written:
-                if self.unit.shared is not None:
-                    self.unit.shared.refuse_written(self.name)
                 self.wait_for_step()
                 self.unit.write_master(state, state.parameter.detach())
                 if not handle.is_shown and not self.unit.is_on_device:

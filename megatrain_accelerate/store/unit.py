@@ -19,7 +19,7 @@ from megatrain_accelerate.kernels.moments import Moments, moment_bytes, moments_
 from megatrain_accelerate.store.host_memory import DeviceMemory, HostMemory
 from megatrain_accelerate.store.layout import ExpertRange, FlatEntry, FlatLayout, ParameterSpec
 from megatrain_accelerate.store.parameter import ParameterState, ParamHandle
-from megatrain_accelerate.store.shared_store import SharedStore
+from megatrain_accelerate.store.shared_store import SharedStore, SharedUnit
 
 PASSING_BUFFERS = 3
 """Host buffers for gradients that pass (``host_gradients``): one is filled, one stepped from, one between the two."""
@@ -75,7 +75,7 @@ class HostUnit:
         """Bytes of its memory by what it holds, whether made or not."""
         self.sums_device: torch.device | None = None
         """Where fp32 sums of gradients are made, if not at the unit's home: residents' are wherever these compute."""
-        self.shared = None if store is None else store.add(self.layout, self.sizes)
+        self.shared = None if store is None else SharedUnit(store, self.layout, self.sizes)
         """Its places in memory that several ranks share, and this one's share."""
         self.version = 0
         self.weights = torch.empty(0)
@@ -147,9 +147,15 @@ class HostUnit:
             elif kind == "gradients":
                 state.gradient = tensor(weight_offset, spec.shape, spec.dtype)
             elif kind == "moments":
-                state.moments = moments_within(tensor, elements, offset, spec.shape, moments_dtype)
+                moments = moments_within(tensor, elements, offset, spec.shape, moments_dtype)
+                for view, place in zip(state.moments or (), moments, strict=False):
+                    view.data = place  # an optimizer's state shows the same tensors wherever the unit lives
+                state.moments = state.moments or moments
             elif state.entry.has_residual and kind == "residuals":
-                state.residual = tensor(2 * offset, spec.shape, torch.int16)
+                residual = tensor(2 * offset, spec.shape, torch.int16)
+                if state.residual is None:
+                    state.residual = residual
+                state.residual.data = residual
             elif state.entry.has_residual:
                 state.gradient_residual = state.sum_residual = tensor(2 * offset, spec.shape, torch.int16)
                 if self.sums_device is not None and not self.is_on_device:
@@ -165,7 +171,10 @@ class HostUnit:
             state.weight.copy_(value)
 
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
-        """Sets a parameter's master, and so its weight, from any floating ``value`` of its shape; else a ``StateError``."""
+        """Sets a parameter's master, and so its weight, from any floating ``value`` of its shape; else a ``StateError``. An
+        ``UnsupportedError`` where ranks share it, unless each writes the same."""
+        if self.shared is not None:
+            self.shared.refuse_written(self.name)
         if value.shape != state.weight.shape or not value.is_floating_point() or value.is_meta:
             raise StateError(
                 f"parameter {self.name}.{state.name} was prepared with shape {tuple(state.weight.shape)} and is now a "
