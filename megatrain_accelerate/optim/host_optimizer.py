@@ -208,6 +208,7 @@ class MasterStep(HostStep):
                 self._stepped.add(id(state.parameter))
             for part in {runtime.part_of(state): None for state, _ in shown}:
                 part.unit.version += 1
+                runtime.outside.moved(part.unit)  # autograd's nodes are new where data of another dtype were there
                 if isinstance(part, ResidentGroup):
                     part.push_weights(part.announce_push())
             runtime.drain()
@@ -240,6 +241,8 @@ class MasterStep(HostStep):
                     likeness = torch.empty((), dtype=torch.float32).expand(parameter.shape)
                     replaced.enter_context(state.handle.replaced(likeness, None))
             own_load({**state_dict, "state": entries})
+        for part in self.runtime.parts:
+            self.runtime.outside.moved(part.unit)
         self._stepped.clear()
         for key, parameter in self.by_key(optimizer, state_dict):
             self._restore(parameter, residuals.get(key))
