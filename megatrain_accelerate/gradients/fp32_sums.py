@@ -71,8 +71,6 @@ class Fp32Sums:
         """Those that autograd was about to accumulate in this backward, by ``id``, where it :attr:`holds_fresh`."""
         self._set_aside: dict[int, torch.Tensor] = {}
         """The gradient that was there, by the ``id`` of the state."""
-        self._takes_up: dict[int, Any] = {}
-        """For those of layers, by the ``id`` of the state: the handle of the hook that calls :meth:`take_up`."""
 
     def prepare(self, staging_bytes: int = 0) -> None:
         """Makes the residuals, 2 bytes a parameter, if there are none; ``staging_bytes`` are about to be taken besides. A
@@ -164,51 +162,49 @@ class Fp32Sums:
             return []
         return [state.parameter.register_hook(weakly(self._take_aside, state)) for state in states]
 
-    def before_accumulation(self, state: ParameterState, arrived: tuple[torch.Tensor | None, ...]) -> None:
-        """A hook of the node by which autograd adds to a parameter's gradient: they are summed in fp32."""
-        if (self.is_wanted or self.holds_fresh) and arrived[0] is not None:
-            self._take_aside(state, arrived[0], takes_up=True)
-
-    def _take_aside(self, state: ParameterState, fresh: torch.Tensor, takes_up: bool = False) -> None:
-        """``fresh`` is about to be accumulated into ``parameter.grad``, or taken by ``torch.autograd.grad``."""
-        self._pop(state)  # of a backward that failed
-        earlier, parameter = state.parameter.grad, state.parameter
-        takes_up &= not self.holds_fresh
-        if self.holds_fresh:
-            self.fresh[id(state)] = state
-        elif earlier is None or not (_is_in_bf16(earlier) and earlier.is_contiguous() and _is_in_bf16(fresh)):
-            return
-        elif takes_up and parameter._post_accumulate_grad_hooks:
+    def before_accumulation(self, state: ParameterState, arrived: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
+        """A hook of the node by which autograd adds to a parameter's gradient: what is summed in fp32 is added here, and
+        nothing is left for autograd."""
+        fresh = arrived[0]
+        if self.holds_fresh and fresh is not None:
+            self._take_aside(state, fresh)
+        if self.holds_fresh or fresh is None or not self._sums(state, fresh):
+            return None
+        if state.parameter._post_accumulate_grad_hooks:
             raise UnsupportedError(
                 f"parameter {state.name} has a hook (register_post_accumulate_grad_hook), which wouldn't see the sum of "
                 "several backwards; remove it, or set megatrain_config.accumulation_dtype to 'bf16'"
             )
-        if self.lay_aside(state):
-            if takes_up:
-                self._takes_up[id(state)] = parameter.register_post_accumulate_grad_hook(weakly(self.take_up, state))
-            Variable._execution_engine.queue_callback(functools.partial(self._put_back, state))
+        self.add(state, fresh)
+        return (None,)
 
-    def lay_aside(self, state: ParameterState) -> bool:
-        """Takes the gradient that is there out of the way of a fresh one, until :meth:`take_up`; says whether there is one, or
-        where nothing :attr:`holds_fresh` one that is summed in fp32."""
-        earlier = state.parameter.grad
-        if earlier is None:
+    def _sums(self, state: ParameterState, fresh: torch.Tensor) -> bool:
+        """Whether ``fresh`` is to be added in fp32 to the gradient that is there."""
+        if state.parameter.grad is None or not _is_in_bf16(fresh):
             return False
         self.prepare()
-        if self.running(state) is None and not self.holds_fresh:
-            return False
-        self._set_aside[id(state)] = earlier
-        state.handle.set_gradient(None, keeps_sum=True)
-        return True
+        return self.running(state) is not None
 
-    def _pop(self, state: ParameterState) -> torch.Tensor | None:
-        if (handle := self._takes_up.pop(id(state), None)) is not None:
-            handle.remove()
-        return self._set_aside.pop(id(state), None)
+    def _take_aside(self, state: ParameterState, fresh: torch.Tensor) -> None:
+        """``fresh`` is about to be accumulated into ``parameter.grad``, or taken by ``torch.autograd.grad``."""
+        self._set_aside.pop(id(state), None)  # of a backward that failed
+        if self.holds_fresh:
+            self.fresh[id(state)] = state
+        elif not self._sums(state, fresh):
+            return
+        self.lay_aside(state)
+        if id(state) in self._set_aside:
+            Variable._execution_engine.queue_callback(functools.partial(self._put_back, state))
 
-    def take_up(self, state: ParameterState, *_: torch.Tensor) -> None:
+    def lay_aside(self, state: ParameterState) -> None:
+        """Takes a gradient that is there out of the way of a fresh one, until :meth:`take_up`."""
+        if state.parameter.grad is not None:
+            self._set_aside[id(state)] = state.parameter.grad
+            state.handle.set_gradient(None, keeps_sum=True)
+
+    def take_up(self, state: ParameterState) -> None:
         """autograd accumulated into ``parameter.grad``: adds it to what was set aside, which takes its place again."""
-        earlier, fresh = self._pop(state), state.parameter.grad
+        earlier, fresh = self._set_aside.pop(id(state), None), state.parameter.grad
         state.normed = None
         if earlier is not None and fresh is not None:
             state.handle.set_gradient(earlier, keeps_sum=True)
@@ -234,7 +230,7 @@ class Fp32Sums:
         """The backward is over: a gradient to which nothing was added (``torch.autograd.grad``) takes its place again."""
         if self.holds_fresh and state.parameter.grad is not None:
             return
-        earlier = self._pop(state)
+        earlier = self._set_aside.pop(id(state), None)
         if earlier is not None and state.parameter.grad is None:
             state.handle.set_gradient(earlier, keeps_sum=True)
 
