@@ -22,8 +22,12 @@ def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
     references = [weakref.WeakMethod(method), *map(weakref.ref, first)]
 
     def call(*args: Any) -> Any:
-        function, *found = [reference() for reference in references]
-        return None if function is None or any(each is None for each in found) else function(*found, *args)
+        alive = []
+        for reference in references:
+            if (found := reference()) is None:
+                return None
+            alive.append(found)
+        return alive[0](*alive[1:], *args)
 
     return call
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,8 +23,10 @@ from megatrain_accelerate.hooks import weakly
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.unit import HostUnit
 
-_BACKWARDS = 8
-"""Whose gradients are held at most: of one that failed nobody tells, and one may run within another."""
+
+class _Aside(dict[int, tuple[ParameterState, torch.Tensor]]):
+    """The gradients of one backward, by the ``id`` of the parameter. Held by what autograd calls when that is over, and drops
+    where it has failed."""
 
 
 class OutsideGradients:
@@ -32,8 +35,8 @@ class OutsideGradients:
     def __init__(self, units: Iterable[HostUnit], offloader: GradientOffloader) -> None:
         self._offloader = offloader
         self._lock = threading.Lock()
-        self._aside: dict[int, dict[int, tuple[ParameterState, torch.Tensor]]] = {}
-        """Of each backward, by its number, by the ``id`` of the parameter."""
+        self._aside: weakref.WeakValueDictionary[int, _Aside] = weakref.WeakValueDictionary()
+        """By the number of the backward."""
         self._watched: dict[int, list[Any]] = {}
         self.reached: set[int] = set()
         """The ``id`` of each unit that ever got one: it can't be stepped within a backward."""
@@ -85,18 +88,15 @@ class OutsideGradients:
             )
         backward = torch._C._current_graph_task_id()
         with self._lock:
-            if backward not in self._aside:
-                while len(self._aside) >= _BACKWARDS:
-                    self._aside.pop(min(self._aside))
-                self._aside[backward] = {}
-                Variable._execution_engine.queue_callback(functools.partial(self._settle, backward))
-            gradients = self._aside[backward]
+            if (gradients := self._aside.get(backward)) is None:
+                gradients = self._aside[backward] = _Aside()
+                Variable._execution_engine.queue_callback(functools.partial(self._settle, gradients))
             found = gradients.get(id(state.parameter))
             gradients[id(state.parameter)] = state, gradient if found is None else found[1] + gradient
             self.reached.add(id(unit))
         return (None,)
 
-    def _settle(self, backward: int) -> None:
+    def _settle(self, gradients: _Aside) -> None:
         self._offloader.wait()
-        for state, gradient in self._aside.pop(backward).values():
+        for state, gradient in gradients.values():
             self._offloader.sums.add(state, gradient)
