@@ -131,7 +131,6 @@ class Engine:
         ranks = ranks_of_run()
         self._rank_count = 1 if ranks is None else ranks.size
         store_bytes = self._require_memory(discovery, training, counts_sums)
-        register = device.type == "cuda"
         streams = Streams(device)
         meter = Meter(streams)
         self.kernels = HostKernels(config.host_threads)
@@ -159,7 +158,7 @@ class Engine:
                         parameters,
                         [self._dtypes[id(parameter)] for _, parameter in parameters],
                         kernels=self.kernels,
-                        register=register,
+                        register=streams.is_cuda,
                         holds_masters=self._holds_masters,
                         moments_dtype=_MOMENTS[config.moments_dtype],
                         store=self._shared_store,
@@ -192,7 +191,6 @@ class Engine:
                 kernels=self.kernels,
                 worker=StepWorker(),
                 config=config,
-                register=register,
                 shared=self._shared_store,
             )
             if ranks is not None:
@@ -250,7 +248,7 @@ class Engine:
     def _begin_training(self) -> None:
         self.training = True
         for unit in self.runtime.units:
-            unit.allocate_masters()
+            unit.allocate("residuals")
             unit.promise("gradients")
         self.runtime.offloader.allocate_slots(self.runtime.gradients_leave)
 

@@ -14,15 +14,20 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 """The attributes of a module that hold its hooks."""
 
 
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls a bound method as long as its object lives; a hook of a tensor.
+def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """Calls a bound method, with these ``first`` arguments, as long as its object and they live; a hook of a tensor.
 
     The garbage collector doesn't see through a tensor's or a node's reference to its hooks.
     """
-    reference = weakref.WeakMethod(method)
+    references = [weakref.WeakMethod(method), *map(weakref.ref, first)]
 
     def call(*args: Any) -> Any:
-        return None if (found := reference()) is None else found(*args)
+        alive = []
+        for reference in references:
+            if (found := reference()) is None:
+                return None
+            alive.append(found)
+        return alive[0](*alive[1:], *args)
 
     return call
 

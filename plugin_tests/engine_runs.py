@@ -108,7 +108,7 @@ class Training:
         found = {f"master {name}": master for name, master in masters_of(self.engine, self.model).items()}
         found |= {f"weight {name}": parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         for unit in self.engine.runtime.units:
-            unit.allocate_moments()  # those that no step has made yet are zero
+            unit.allocate("moments")  # those that no step has made yet are zero
             assert unit.moments is not None
             found[f"exp_avg {unit.name}"] = unit.moments.exp_avg.clone()
             found[f"exp_avg_sq {unit.name}"] = unit.moments.exp_avg_sq.clone()

@@ -94,7 +94,7 @@ class _MetaMemory(DeviceMemory):
 
 class _MetaUnit(HostUnit):
     def _allocate(self, kind: str, touch: bool = True) -> Any:
-        return _MetaMemory(self._size_of(kind), META)
+        return _MetaMemory(self.sizes[kind], META)
 
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
         pass

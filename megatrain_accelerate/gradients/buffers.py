@@ -42,15 +42,12 @@ class HostBuffers:
 
     def __init__(self, count: int, size_bytes: int, *, register: bool, meter: Meter) -> None:
         self._meter = meter
-        self._memories = [HostMemory(size_bytes, register=register) for _ in range(count)]
-        self._turns: collections.deque[tuple[torch.Tensor, UpdateGate]] = collections.deque()
-        for memory in self._memories:
-            memory.register()
-            self._turns.append((memory.tensor(0, (size_bytes,), torch.uint8), UpdateGate()))
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(memory.size_bytes for memory in self._memories)
+        self.size_bytes = count * size_bytes
+        memory = HostMemory(self.size_bytes, register=register)
+        memory.register()
+        buffers = memory.tensor(0, (count, size_bytes), torch.uint8)
+        self._turns = collections.deque((buffer, UpdateGate()) for buffer in buffers)
+        self.close = memory.close
 
     def take(self, reader: UpdateGate) -> torch.Tensor:
         """The next buffer; waits for what still reads it, and raises if that failed."""
@@ -60,10 +57,6 @@ class HostBuffers:
         self._turns.popleft()
         self._turns.append((buffer, reader))
         return buffer
-
-    def close(self) -> None:
-        for memory in self._memories:
-            memory.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +82,7 @@ class Addition:
         elif running is not None:
             residual = of_part(running.residual)
             if new is not None:
-                dataclasses.replace(running, gradient=of_part(running.gradient), residual=residual).add(new)
+                kernels.accumulate_split(of_part(self.earlier), residual, new, running.has_residual)
             elif not running.has_residual:
                 residual.zero_()  # it counts from now on
         elif new is None:

@@ -6,12 +6,10 @@ somebody wrote to, replaced or dropped the gradient the sum goes on from what is
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Variable
@@ -23,7 +21,7 @@ from megatrain_accelerate.kernels.device import DeviceKernels, StepKernels, can_
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.store.host_limits import require_host_bytes
 from megatrain_accelerate.store.parameter import ParameterState
-from megatrain_accelerate.transfer.parts import Stepped
+from megatrain_accelerate.store.unit import HostUnit
 
 
 def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -41,28 +39,23 @@ def joined_sum(gradient: torch.Tensor, residual: torch.Tensor, kernels: StepKern
     return total
 
 
-@dataclasses.dataclass(frozen=True)
-class RunningSum:
-    """A gradient that is about to be added to: the sum so far, and the kernels of where it lies."""
+class RunningSum(NamedTuple):
+    """What is beside a gradient that is about to be added to: the low half of the sum so far, and the kernels of where it
+    lies."""
 
-    gradient: torch.Tensor
     residual: torch.Tensor
     has_residual: bool
     """Whether the residual counts; else the sum so far is the gradient alone."""
     kernels: StepKernels
 
-    def add(self, gradient: torch.Tensor) -> None:
-        """Adds a gradient of the same shape and dtype, in place; no version counter moves."""
-        self.kernels.accumulate_split(self.gradient, self.residual, gradient.contiguous(), self.has_residual)
-
 
 class Fp32Sums:
-    """Decides which gradients of ``parts`` (layers, experts and groups) are summed in fp32, and how autograd's own are."""
+    """Decides which gradients of the ``units`` are summed in fp32, and how autograd's own are."""
 
     def __init__(
-        self, parts: Sequence[Stepped], config: MegatrainConfig, device: torch.device, kernels: HostKernels, ranks: int
+        self, units: Sequence[HostUnit], config: MegatrainConfig, device: torch.device, kernels: HostKernels, ranks: int
     ) -> None:
-        self._parts, self._device, self._kernels = list(parts), device, kernels
+        self._units, self._device, self._kernels = units, device, kernels
         self._host_memory_gib = config.host_memory_gib
         self.is_wanted = config.accumulation_dtype == "fp32"
         self.is_budgeted = False
@@ -78,13 +71,11 @@ class Fp32Sums:
         """Those that autograd was about to accumulate in this backward, by ``id``, where it :attr:`holds_fresh`."""
         self._set_aside: dict[int, torch.Tensor] = {}
         """The gradient that was there, by the ``id`` of the state."""
-        self._takes_up: dict[int, Any] = {}
-        """For those of layers, by the ``id`` of the state: the handle of the hook that calls :meth:`take_up`."""
 
     def prepare(self, staging_bytes: int = 0) -> None:
         """Makes the residuals, 2 bytes a parameter, if there are none; ``staging_bytes`` are about to be taken besides. A
         HostMemoryError, with nothing allocated, if they don't fit; a KernelError for a GPU without Triton."""
-        if self._is_prepared or not self.is_wanted or not any(part.unit.layout.split_elements for part in self._parts):
+        if self._is_prepared or not self.is_wanted or not any(unit.layout.split_elements for unit in self._units):
             return
         if self._device.type == "cuda":
             if not can_step_on(self._device):
@@ -95,15 +86,13 @@ class Fp32Sums:
             self._device_kernels = DeviceKernels()
         if not self.is_budgeted:
             # All that is still to be allocated and wasn't promised: the optimizer may be prepared after this.
-            units = [part.unit for part in self._parts if not part.unit.is_on_device]
-            parts = {
-                "moments": sum(unit.moment_bytes for unit in units if not unit.has("moments")),
-                "gradient_residuals": sum(2 * u.layout.split_elements for u in units if u.gradient_residuals is None),
-                "staging": staging_bytes,
-            }
+            units = [unit for unit in self._units if not unit.is_on_device]
+            kinds = ("moments", "gradient_residuals")
+            parts = {kind: sum(unit.sizes[kind] for unit in units if not unit.has(kind)) for kind in kinds}
+            parts["staging"] = staging_bytes
             require_host_bytes(parts, self._host_memory_gib, remedy=BF16_REMEDY, ranks=self.ranks)
-        for part in self._parts:
-            part.allocate_gradient_residuals()
+        for unit in self._units:
+            unit.allocate("gradient_residuals")
         self._is_prepared = True
 
     def running(self, state: ParameterState) -> RunningSum | None:
@@ -115,7 +104,7 @@ class Fp32Sums:
             return None
         kernels = self._device_kernels if gradient.is_cuda else self._kernels
         assert kernels is not None, "sums on the GPU before prepare()"
-        return RunningSum(gradient, residual, state.handle.has_fp32_sum, kernels)
+        return RunningSum(residual, state.handle.has_fp32_sum, kernels)
 
     @torch.no_grad()
     def scale(self, state: ParameterState, factor: float, others_follow: bool) -> None:
@@ -171,61 +160,51 @@ class Fp32Sums:
         # Autograd would add it in bf16 to the one that is there, so that is out of the way meanwhile.
         if not self.is_wanted and not self.holds_fresh:
             return []
-        hook = weakly(self._take_aside)
-        return [state.parameter.register_hook(functools.partial(hook, weakref.ref(state), False)) for state in states]
+        return [state.parameter.register_hook(weakly(self._take_aside, state)) for state in states]
 
-    def before_accumulation(self, found: weakref.ref[ParameterState], arrived: tuple[torch.Tensor | None, ...]) -> None:
-        """A hook of the node by which autograd adds to a parameter's gradient: they are summed in fp32."""
-        if (self.is_wanted or self.holds_fresh) and arrived[0] is not None:
-            self._take_aside(found, True, arrived[0])
+    def before_accumulation(self, state: ParameterState, arrived: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
+        """A hook of the node by which autograd adds to a parameter's gradient: what is summed in fp32 is added here, and
+        nothing is left for autograd."""
+        fresh = arrived[0]
+        if fresh is not None and self.holds_fresh:
+            self._take_aside(state, fresh)
+        elif fresh is not None and self._sums(state, fresh):
+            if state.parameter._post_accumulate_grad_hooks:
+                raise UnsupportedError(
+                    f"parameter {state.name} has a hook (register_post_accumulate_grad_hook), which wouldn't see the sum of "
+                    "several backwards; remove it, or set megatrain_config.accumulation_dtype to 'bf16'"
+                )
+            self.add(state, fresh)
+            return (None,)
+        return None
 
-    def _take_aside(self, found: weakref.ref[ParameterState], takes_up: bool, fresh: torch.Tensor) -> None:
-        """``fresh`` is about to be accumulated into ``parameter.grad``, or taken by ``torch.autograd.grad``."""
-        if (state := found()) is None:
-            return
-        self._pop(state)  # of a backward that failed
-        earlier, parameter = state.parameter.grad, state.parameter
-        takes_up &= not self.holds_fresh
-        if self.holds_fresh:
-            self.fresh[id(state)] = state
-        elif earlier is None or not (_is_in_bf16(earlier) and earlier.is_contiguous() and _is_in_bf16(fresh)):
-            return
-        elif takes_up and parameter._post_accumulate_grad_hooks:
-            raise UnsupportedError(
-                f"parameter {state.name} has a hook (register_post_accumulate_grad_hook), which wouldn't see the sum of "
-                "several backwards; remove it, or set megatrain_config.accumulation_dtype to 'bf16'"
-            )
-        if self.lay_aside(state):
-            if takes_up:
-                added = functools.partial(weakly(self._added), weakref.ref(state))
-                self._takes_up[id(state)] = parameter.register_post_accumulate_grad_hook(added)
-            Variable._execution_engine.queue_callback(functools.partial(self._put_back, state))
-
-    def lay_aside(self, state: ParameterState) -> bool:
-        """Takes the gradient that is there out of the way of a fresh one, until :meth:`take_up`; says whether there is one, or
-        where nothing :attr:`holds_fresh` one that is summed in fp32."""
-        earlier = state.parameter.grad
-        if earlier is None:
+    def _sums(self, state: ParameterState, fresh: torch.Tensor) -> bool:
+        """Whether ``fresh`` is to be added in fp32 to the gradient that is there."""
+        if state.parameter.grad is None or not _is_in_bf16(fresh):
             return False
         self.prepare()
-        if self.running(state) is None and not self.holds_fresh:
-            return False
-        self._set_aside[id(state)] = earlier
-        state.handle.set_gradient(None, keeps_sum=True)
-        return True
+        return self.running(state) is not None
 
-    def _pop(self, state: ParameterState) -> torch.Tensor | None:
-        if (handle := self._takes_up.pop(id(state), None)) is not None:
-            handle.remove()
-        return self._set_aside.pop(id(state), None)
+    def _take_aside(self, state: ParameterState, fresh: torch.Tensor) -> None:
+        """``fresh`` is about to be accumulated into ``parameter.grad``, or taken by ``torch.autograd.grad``."""
+        self._set_aside.pop(id(state), None)  # of a backward that failed
+        if self.holds_fresh:
+            self.fresh[id(state)] = state
+        elif not self._sums(state, fresh):
+            return
+        self.lay_aside(state)
+        if id(state) in self._set_aside:
+            Variable._execution_engine.queue_callback(functools.partial(self._put_back, state))
 
-    def _added(self, found: weakref.ref[ParameterState], _: torch.Tensor) -> None:
-        if (state := found()) is not None:
-            self.take_up(state)
+    def lay_aside(self, state: ParameterState) -> None:
+        """Takes a gradient that is there out of the way of a fresh one, until :meth:`take_up`."""
+        if state.parameter.grad is not None:
+            self._set_aside[id(state)] = state.parameter.grad
+            state.handle.set_gradient(None, keeps_sum=True)
 
     def take_up(self, state: ParameterState) -> None:
         """autograd accumulated into ``parameter.grad``: adds it to what was set aside, which takes its place again."""
-        earlier, fresh = self._pop(state), state.parameter.grad
+        earlier, fresh = self._set_aside.pop(id(state), None), state.parameter.grad
         state.normed = None
         if earlier is not None and fresh is not None:
             state.handle.set_gradient(earlier, keeps_sum=True)
@@ -235,22 +214,23 @@ class Fp32Sums:
     def add(self, state: ParameterState, gradient: torch.Tensor) -> None:
         """Sets or adds to a gradient that no copy is on its way to, where the parameter lies."""
         state.normed = None
-        if state.parameter.grad is None:
+        earlier = state.parameter.grad
+        if earlier is None:
             state.handle.set_gradient(gradient)
             return
         self.prepare()
         running = self.running(state)
         if running is None:
-            state.parameter.grad.add_(gradient)
+            earlier.add_(gradient)
         else:
-            running.add(gradient)
+            running.kernels.accumulate_split(earlier, running.residual, gradient.contiguous(), running.has_residual)
             state.handle.note_fp32_sum()
 
     def _put_back(self, state: ParameterState) -> None:
         """The backward is over: a gradient to which nothing was added (``torch.autograd.grad``) takes its place again."""
         if self.holds_fresh and state.parameter.grad is not None:
             return
-        earlier = self._pop(state)
+        earlier = self._set_aside.pop(id(state), None)
         if earlier is not None and state.parameter.grad is None:
             state.handle.set_gradient(earlier, keeps_sum=True)
 

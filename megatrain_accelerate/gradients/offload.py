@@ -44,9 +44,6 @@ class UnitStepper:
     works_on_host = True
     """Whether it needs the states of all units on the host."""
 
-    def unit_moved(self, unit: HostUnit) -> None:
-        """The unit moved to or from the device: its views are other tensors now."""
-
     def layer_done(self, layer: Streamed, wait: Callable[[], None]) -> bool:
         """A layer's gradients are on their way to the host, there when ``wait`` returns. Tells whether it is stepped now."""
         return False
@@ -69,13 +66,12 @@ class GradientOffloader:
         norms: NormTable,
         sums: Fp32Sums,
         steppers: Sequence[UnitStepper],
-        register: bool,
         passes: bool,
         shared: SharedStore | None = None,
     ) -> None:
         self.streams, self.worker, self.kernels, self.meter = streams, worker, kernels, meter
         self.norms, self.sums, self.steppers = norms, sums, steppers
-        self._buffers_of = functools.partial(HostBuffers, register=register, meter=meter)
+        self._buffers_of = functools.partial(HostBuffers, register=streams.is_cuda, meter=meter)
         # Those that pass through the host do so unit by unit, since that is how they are stepped.
         self._largest_unit = max(layout.gradient_bytes for layout in units)
         self._largest = max(layout.gradient_bytes for layout in at_once)
@@ -112,7 +108,7 @@ class GradientOffloader:
     def make_places(self, units: Iterable[HostUnit]) -> None:
         """Makes the host memory of these units' gradients as far as it is missing and they live there."""
         for unit in units:
-            unit.allocate_gradients()
+            unit.allocate("gradients")
         if self.promised_bytes:
             self.passing = self._buffers_of(PASSING_BUFFERS, self._largest_unit)
 
@@ -189,11 +185,11 @@ class GradientOffloader:
         if self.gradients_complete() and self.exchange is None:
             self.send_from_device(layer.name, taken.states)
 
-    def fetch(self, group: Stepped, only: torch.Tensor | None = None) -> None:
-        """Copies those of a group's gradients (or one alone) that aren't on the host yet."""
-        for state in group.unit.states:
+    def fetch(self, group: Stepped, states: Iterable[ParameterState]) -> None:
+        """Copies those of these gradients of a group that aren't on the host yet."""
+        for state in states:
             parameter = state.parameter
-            if state.row is None or parameter.grad is None or state.has_norm or (only is not None and parameter is not only):
+            if state.row is None or parameter.grad is None or state.has_norm:
                 continue
             # WAR: a step that is still to be applied reads the gradients of the pass before.
             self.meter.wait_for_step(group.name, group.gate)

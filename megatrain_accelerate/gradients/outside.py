@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,8 +23,10 @@ from megatrain_accelerate.hooks import weakly
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.unit import HostUnit
 
-_BACKWARDS = 8
-"""Whose gradients are held at most: of one that failed nobody tells, and one may run within another."""
+
+class _Aside(dict[int, tuple[ParameterState, torch.Tensor]]):
+    """The gradients of one backward, by the ``id`` of the parameter. Held by what autograd calls when that is over, and drops
+    where it has failed."""
 
 
 class OutsideGradients:
@@ -33,8 +35,8 @@ class OutsideGradients:
     def __init__(self, units: Iterable[HostUnit], offloader: GradientOffloader) -> None:
         self._offloader = offloader
         self._lock = threading.Lock()
-        self._aside: dict[int, dict[int, tuple[ParameterState, torch.Tensor]]] = {}
-        """Of each backward, by its number, by the ``id`` of the parameter."""
+        self._aside: weakref.WeakValueDictionary[int, _Aside] = weakref.WeakValueDictionary()
+        """By the number of the backward."""
         self._watched: dict[int, list[Any]] = {}
         self.reached: set[int] = set()
         """The ``id`` of each unit that ever got one: it can't be stepped within a backward."""
@@ -44,9 +46,6 @@ class OutsideGradients:
     def _watch(self, unit: HostUnit) -> None:
         for _, handle in self._watched.get(id(unit), ()):
             handle.remove()
-        aside = functools.partial(weakly(self._take), weakref.ref(unit))
-        # On the device autograd's thread is the one that runs the layers.
-        take: Callable[..., Any] = weakly(self._offloader.sums.before_accumulation) if unit.is_on_device else aside
         watched = self._watched[id(unit)] = []
         for state in (state for state in unit.states if state.entry.spec.trainable):
             # Autograd's node that adds to ``parameter.grad``: there is one at a time, for as long as anybody holds it.
@@ -55,7 +54,9 @@ class OutsideGradients:
                 state.parameter.requires_grad_(True)
                 node = get_gradient_edge(state.parameter).node
                 state.parameter.requires_grad_(is_trained)
-            watched.append((node, node.register_prehook(functools.partial(take, weakref.ref(state)))))
+            # On the device autograd's thread is the one that runs the layers.
+            summed = weakly(self._offloader.sums.before_accumulation, state) if unit.is_on_device else None
+            watched.append((node, node.register_prehook(summed or weakly(self._take, unit, state))))
 
     def moved(self, unit: HostUnit) -> None:
         """To be called when a unit has moved to or from the device: its weights' nodes are others then."""
@@ -69,12 +70,10 @@ class OutsideGradients:
                 handle.remove()
         self._watched.clear()
 
-    def _take(
-        self, of_unit: weakref.ref[HostUnit], of_state: weakref.ref[ParameterState], arrived: tuple[torch.Tensor | None, ...]
-    ) -> tuple[None] | None:
+    def _take(self, unit: HostUnit, state: ParameterState, arrived: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
         """Before a weight's accumulation, by any thread of a backward. A StateError where gradients pass."""
-        unit, state, gradient = of_unit(), of_state(), arrived[0]
-        if unit is None or state is None or gradient is None or gradient.requires_grad:  # of ``create_graph``: autograd's
+        gradient = arrived[0]
+        if gradient is None or gradient.requires_grad:  # of ``create_graph``: autograd's
             return None
         if self._offloader.exchange is not None:
             raise StateError(
@@ -89,18 +88,15 @@ class OutsideGradients:
             )
         backward = torch._C._current_graph_task_id()
         with self._lock:
-            if backward not in self._aside:
-                while len(self._aside) >= _BACKWARDS:
-                    self._aside.pop(min(self._aside))
-                self._aside[backward] = {}
-                Variable._execution_engine.queue_callback(functools.partial(self._settle, backward))
-            gradients = self._aside[backward]
+            if (gradients := self._aside.get(backward)) is None:
+                gradients = self._aside[backward] = _Aside()
+                Variable._execution_engine.queue_callback(functools.partial(self._settle, gradients))
             found = gradients.get(id(state.parameter))
             gradients[id(state.parameter)] = state, gradient if found is None else found[1] + gradient
             self.reached.add(id(unit))
         return (None,)
 
-    def _settle(self, backward: int) -> None:
+    def _settle(self, gradients: _Aside) -> None:
         self._offloader.wait()
-        for state, gradient in self._aside.pop(backward).values():
+        for state, gradient in gradients.values():
             self._offloader.sums.add(state, gradient)

@@ -164,7 +164,7 @@ class Telemetry:
         values = {
             "h2d_gb": since.h2d_bytes / GB / steps,
             "d2h_gb": since.d2h_bytes / GB / steps,
-            "copy_wait_ms": since.copy_wait_ms / steps,
+            "copy_wait_ms": (since.h2d_wait_ms + since.d2h_wait_ms) / steps,
             "optimizer_wait_ms": since.optimizer_wait_ms / steps,
             "skipped_steps": float(now.skipped_steps),
             "host_peak_gib": process_bytes("VmHWM") / GIB,  # the largest resident set so far, registered memory included

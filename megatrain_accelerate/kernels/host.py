@@ -27,6 +27,7 @@ import functools
 import math
 import pathlib
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -204,6 +205,11 @@ class HostKernels:
             grad=(grad, dtype),
             grad_residual=(grad_residual, _INT16),
         )
+
+    def adamw_of_many(self, steps: Iterable[Any]) -> None:
+        """Each of these steps: tuples of what :meth:`adamw` is told."""
+        for step in steps:
+            self.adamw(*step)
 
     def accumulate(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """``dst += src``, both (N) bfloat16 or both (N) float32; in bfloat16 with the rounding of torch's ``add_``."""

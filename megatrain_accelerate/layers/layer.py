@@ -95,10 +95,6 @@ class StreamedLayer:
         for state in self.unit.states:
             state.handle.show(state.weight)
 
-    def allocate_gradient_residuals(self) -> None:
-        """Makes what fp32 sums of the gradients take, where the unit lives."""
-        self.unit.allocate_gradient_residuals()
-
     def own_parameters(self) -> list[nn.Parameter | None]:
         """What is in the places of its parameters, in entry order. A StateError if one isn't the one that was adopted."""
         found = [parameters.get(attribute) for parameters, _, attribute, _ in self.bindings]
@@ -166,8 +162,6 @@ class StreamedLayer:
         with unwatched():
             written = written_among(self._handles)
         if written:
-            if self.unit.shared is not None:
-                self.unit.shared.refuse_written(self.name)
             self.gate.wait()
             for state in [self.unit.states[place] for place in written]:
                 self.unit.write_master(state, state.parameter.detach())

@@ -15,7 +15,6 @@ import torch
 from megatrain_accelerate.kernels.device import device_kernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.layers.layer import StreamedLayer
-from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.transfer.prefetch import Prefetcher
@@ -31,6 +30,7 @@ class ResidentGroup:
     def __init__(self, name: str, unit: HostUnit, layers_before: int, *, streams: Streams, meter: Meter) -> None:
         self.name, self.unit, self.layers_before = name, unit, layers_before
         self.gate = UpdateGate()
+        unit.sums_device = streams.device
         self._streams, self._meter = streams, meter
         self._params_copied_event = streams.event()
         self._device_weights: dict[int, torch.Tensor] = {}
@@ -47,21 +47,8 @@ class ResidentGroup:
             state.handle.set_gradient(None)
             state.handle.show(weight)
             state.handle.set_gradient(None if gradient is None else gradient.to(self._streams.device, copy=not on_device))
-            self._place_sum_residual(state)
             if is_sum:
                 state.handle.note_fp32_sum()
-
-    def _place_sum_residual(self, state: ParameterState) -> None:
-        """Gradients are on the device wherever the unit's states are, and so are the residuals of their sums."""
-        if state.gradient_residual is not None and not self.unit.is_on_device:
-            state.sum_residual = state.gradient_residual.to(self._streams.device, copy=True)
-
-    def allocate_gradient_residuals(self) -> None:
-        """Makes what fp32 sums of the gradients take, on the device, and for states on the host there too."""
-        if self.unit.gradient_residuals is None:
-            self.unit.allocate_gradient_residuals(register=True)
-            for state in self.unit.states:
-                self._place_sum_residual(state)
 
     @property
     def device_bytes(self) -> int:
@@ -75,7 +62,7 @@ class ResidentGroup:
             return
         late_ms = 1e3 * (time.perf_counter() - start)
         # RAW: the copy of the stepped weights must be over.
-        self._meter.compute_waits_for(self._params_copied_event, Cause.H2D, late_ms, of_layer=False)
+        self._meter.compute_waits_for(self._params_copied_event, Cause.H2D, late_ms)
 
     def announce_push(self) -> Any:
         """Called when a step is taken: counts the copies to come; returns the event for :meth:`push_weights`."""
@@ -102,8 +89,6 @@ class ResidentGroup:
         for state in self.unit.states:
             weight, handle = self._device_weights[id(state)], state.handle
             if handle.is_written:
-                if self.unit.shared is not None:
-                    self.unit.shared.refuse_written(self.name)
                 self.wait_for_step()
                 self.unit.write_master(state, state.parameter.detach())
                 if not handle.is_shown and not self.unit.is_on_device:

@@ -34,14 +34,13 @@ from megatrain_accelerate.layers.shared_mappings import has_mappings, with_copie
 from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.layers.watched_parameters import Watch, unwatched
 from megatrain_accelerate.store.host_pool import HostPool
-from megatrain_accelerate.store.layout import ExpertRange
 from megatrain_accelerate.store.parameter import ParameterState, written_among
 from megatrain_accelerate.store.shared_store import SharedStore
 from megatrain_accelerate.store.step_worker import StepWorker
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader
 from megatrain_accelerate.transfer.call_order import OpenForward
-from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_range
+from megatrain_accelerate.transfer.meter import Cause, Meter, named_range
 from megatrain_accelerate.transfer.parts import Streamed
 from megatrain_accelerate.transfer.prefetch import Prefetcher
 from megatrain_accelerate.transfer.streams import Streams, WeightSlot
@@ -65,9 +64,6 @@ def forwards_are_open() -> bool:
     return any(runtime.open_forwards for runtime in list(_running))
 
 
-UnitInOrder = tuple[HostUnit, ResidentGroup | None, list[tuple[UpdateGate, ExpertRange | None]]]
-"""A unit, its resident group if it is one's, and gate and experts (None for all of it) of each part that is stepped."""
-
 LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -77,7 +73,6 @@ class StreamingRuntime:
     Args:
         layers: by index, with those of their experts that stream in parts.
         groups: in model order.
-        register: page-lock host buffers.
     """
 
     def __init__(
@@ -90,7 +85,6 @@ class StreamingRuntime:
         kernels: HostKernels,
         worker: StepWorker,
         config: MegatrainConfig,
-        register: bool,
         shared: SharedStore | None = None,
     ) -> None:
         self.shared, self.ranks = shared, None if shared is None else shared.ranks
@@ -100,10 +94,10 @@ class StreamingRuntime:
         self.parts: list[Part] = [*self.layers, *self.experts, *self.groups]
         self.streams, self.meter, self.kernels, self.worker = streams, meter, kernels, worker
         self.config = config
-        self.norms = NormTable(self.units, register)
+        self.norms = NormTable(self.units, streams.is_cuda)
         self.steppers: list[UnitStepper] = []
         """The optimizers that step the parameters."""
-        self.sums = Fp32Sums(self.parts, config, streams.device, kernels, 1 if shared is None else shared.ranks.size)
+        self.sums = Fp32Sums(self.units, config, streams.device, kernels, 1 if shared is None else shared.ranks.size)
         self.prefetcher = Prefetcher(self.layers, config.placement.slots, streams, meter)
         whole = [part.unit.layout for part in (*self.layers, *self.experts)]
         at_once = [layer.unit.layout for layer in self.layers]
@@ -118,14 +112,13 @@ class StreamingRuntime:
             norms=self.norms,
             sums=self.sums,
             steppers=self.steppers,
-            register=register,
             passes=config.passes_gradients,
             shared=shared,
         )
         self.outside_tiles = TokenTiles(())  # of norms outside the layers
         # The stand-in's memory costs no registering, and its models are tiny.
         segment_bytes, limit = 256 * MIB if streams.is_cuda else MIB, config.host_memory_gib
-        pool = HostPool(segment_bytes, kernels=kernels, register=register, host_memory_gib=limit)
+        pool = HostPool(segment_bytes, kernels=kernels, register=streams.is_cuda, host_memory_gib=limit)
         self.activations = ActivationOffloader(pool, streams, meter)
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), groups_on_device=False)
         """Brings all states to the host; set by the plan."""
@@ -149,7 +142,7 @@ class StreamingRuntime:
             batch_cut=self.batch_cut,
             compiled=self.compiled,
         )
-        self._group_of = {id(state.parameter): group for group in self.groups for state in group.unit.states}
+        self._parts: dict[int, Part] = {id(state): part for part in self.parts for state in part.unit.states}
         hook = weakly(self.resident_gradient_ready)
         residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
         self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
@@ -194,16 +187,15 @@ class StreamingRuntime:
         """Host memory that will be needed and isn't made yet, see :meth:`HostUnit.promise`."""
         return self.offloader.promised_bytes + sum(unit.promised_bytes for unit in self.units)
 
-    def in_forward_order(self) -> list[UnitInOrder]:
-        """Units in the order in which the next forward needs them, and in which they are stepped.
+    def in_forward_order(self) -> list[Part]:
+        """The parts in the order in which the next forward needs them, and in which they are stepped.
 
         Layers, the experts of each behind it, and groups between the layers that they stand between.
         """
-        units: list[tuple[int, int, UnitInOrder]] = []
-        units += [(group.layers_before, 0, (group.unit, group, [(group.gate, None)])) for group in self.groups]
-        units += [(layer.index, 1, (layer.unit, None, [(layer.gate, None)])) for layer in self.layers]
-        units += [(at.index, 2, (at.unit, None, [(part.gate, part.experts) for part in at.parts])) for at in self.experts]
-        return [unit for _, _, unit in sorted(units, key=lambda item: item[:2])]
+        order: list[tuple[int, int, Part]] = [(group.layers_before, 0, group) for group in self.groups]
+        order += [(layer.index, 1, layer) for layer in self.layers]
+        order += [(experts.index, 2, experts) for experts in self.experts]
+        return [part for _, _, part in sorted(order, key=lambda item: item[:2])]
 
     @property
     def gradients_leave(self) -> bool:
@@ -213,6 +205,10 @@ class StreamingRuntime:
     def state_of(self, parameter: torch.Tensor) -> ParameterState | None:
         """The parameter's place in the host store, or None if it isn't this model's."""
         return self._states.get(id(parameter))
+
+    def part_of(self, state: ParameterState) -> Part:
+        """The layer, experts or group in whose unit the parameter is."""
+        return self._parts[id(state)]
 
     def trains(self, parameter: torch.Tensor) -> bool:
         """Whether it is a parameter of this model that has a place for gradients."""
@@ -330,7 +326,7 @@ class StreamingRuntime:
         state = self._states[id(parameter)]
         self.sums.take_up(state)
         if self.offloader.gradients_complete():
-            self.offloader.fetch(self._group_of[id(parameter)], only=parameter)
+            self.offloader.fetch(self.part_of(state), [state])
 
     def _backward_is_over(self, task: int, succeeded: bool) -> None:
         """What a backward made is complete; what one left that an exception ended is taken back."""
@@ -381,7 +377,7 @@ class StreamingRuntime:
                 if state.row not in found_by_any:
                     state.handle.set_gradient(None)
             for group in self.groups:
-                self.offloader.fetch(group)
+                self.offloader.fetch(group, group.unit.states)
 
     def may_step_in_backward(self, layer: Streamed) -> bool:
         """Whether no other gradient of this layer can still follow before the step."""
@@ -430,8 +426,6 @@ class StreamingRuntime:
         for state in unit.states:
             state.normed = None
         self.outside.moved(unit)
-        for stepper in self.steppers:
-            stepper.unit_moved(unit)
 
     # ------------------------------------------------------------------ gradients as a whole
 
@@ -448,7 +442,7 @@ class StreamingRuntime:
             self.worker.drain()
             self.clipping.settle_stepped(others_follow=False)
         for group in self.groups:
-            self.offloader.fetch(group)
+            self.offloader.fetch(group, group.unit.states)
         self._send_norms()
         self.offloader.wait()
         if self.ranks is not None:
@@ -558,4 +552,5 @@ class StreamingRuntime:
         for layer in (*self.layers, *self.experts):
             layer.release()
         self._states.clear()
+        self._parts.clear()
         self.offloader.slots.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch.optim import AdamW, Optimizer
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.buffers import refuse_unstepped
 from megatrain_accelerate.kernels.host import AdamArguments
-from megatrain_accelerate.layers.resident import ResidentGroup
-from megatrain_accelerate.layers.runtime import StreamingRuntime, UnitInOrder
+from megatrain_accelerate.layers.layer import ExpertPart, StreamedExperts
+from megatrain_accelerate.layers.resident import Part, ResidentGroup
+from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.optim.host_step import HostStep, narrowed_to
 from megatrain_accelerate.optim.moment_states import (
     MOMENT_KEYS,
@@ -25,7 +26,6 @@ from megatrain_accelerate.optim.moment_states import (
     views_of,
     without_residual,
 )
-from megatrain_accelerate.store.layout import ExpertRange
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.segments import (
     apply_segments,
@@ -35,8 +35,8 @@ from megatrain_accelerate.store.segments import (
     step_on_device,
 )
 from megatrain_accelerate.store.unit import HostUnit
-from megatrain_accelerate.transfer.meter import Cause, UpdateGate
-from megatrain_accelerate.transfer.parts import Streamed
+from megatrain_accelerate.transfer.meter import Cause
+from megatrain_accelerate.transfer.parts import Stepped, Streamed
 
 UNFUSED_OPTIONS = ("amsgrad", "differentiable")
 """Options of a group of Adam or AdamW that the fused kernel hasn't."""
@@ -89,8 +89,8 @@ class FusedStep(HostStep):
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> None:
         self._is_adamw = isinstance(optimizer, AdamW)
-        self._shown: dict[int, dict[str, int]] = {}
-        """The ``id`` of each view that stands in the optimizer's state of a parameter, by the parameter's ``id``."""
+        self._shown: set[int] = set()
+        """``id`` of each parameter whose moments stand in the optimizer's state, unless somebody put others there."""
         super().__init__(optimizer, runtime)
         self._group_of: dict[int, dict[str, Any]] = {}
         self._stepped_in_backward: dict[int, AdamArguments] = {}
@@ -109,29 +109,24 @@ class FusedStep(HostStep):
         new = {id(parameter) for parameter in parameters} - self.parameter_ids
         super().hold(parameters)
         self.runtime.worker.drain()  # another optimizer may have held them
-        self._make_moments({id(p) for p in parameters if id(p) in new and self._optimizer.state.get(p)})
-        for unit in self.runtime.units:
-            states = [state for state in unit.states if id(state.parameter) in new and state.entry.spec.trainable]
-            if states:
+        for parameter in parameters:
+            state = self.runtime.state_of(parameter)
+            if id(parameter) in new and state is not None and state.row is not None:
+                unit = self.runtime.part_of(state).unit
                 unit.promise("moments")
                 if unit.is_on_device:
-                    unit.allocate_moments()  # before activations take the memory that the plan has for them
-            for state in states:
-                self.import_state(state, self._optimizer.state.pop(state.parameter, None) or {})
-
-    def _make_moments(self, parameters: Collection[int]) -> None:
-        """Makes the moments of units that have none yet and train any of these parameters, given by ``id``."""
-        for unit in self.runtime.units:
-            if unit.moments is None and any(s.row is not None and id(s.parameter) in parameters for s in unit.states):
-                unit.allocate_moments()
+                    unit.allocate("moments")  # before activations take the memory that the plan has for them
+                self.import_state(state, self._optimizer.state.pop(parameter, None) or {})
 
     def import_state(self, state: ParameterState, values: dict[str, Any]) -> None:
         """Sets a parameter's moments, step and residual from an optimizer's state for it; empty means none yet."""
+        if values:
+            self.runtime.part_of(state).unit.allocate("moments")
         if state.moments is None:
             return
         take_over(state, values)
         if not values:
-            self._shown.pop(id(state.parameter), None)
+            self._shown.discard(id(state.parameter))
             return
         take_residual(state, values.get(RESIDUAL_KEY))
         entry = self._optimizer.state[state.parameter]
@@ -142,8 +137,8 @@ class FusedStep(HostStep):
         """Puts the store's views into the optimizer's state of a parameter, in the place of moments of any kind."""
         for key in MOMENT_KEYS:
             entry.pop(key, None)
-        entry.update(views := views_of(state))
-        self._shown[id(state.parameter)] = {key: id(view) for key, view in views.items()}
+        entry.update(views_of(state))
+        self._shown.add(id(state.parameter))
 
     def set_schedule(self, schedule: str, then: str | None = None) -> None:
         """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or ``serial``; and by
@@ -183,8 +178,6 @@ class FusedStep(HostStep):
         loaded = [(key, p, state_dict["state"].get(key) or {}) for key, p in self.by_key(optimizer, state_dict)]
         outside = {} if self.is_retired else {key: without_residual(e) for key, p, e in loaded if not self.runtime.state_of(p)}
         own_load({"state": outside, "param_groups": state_dict["param_groups"]})
-        if not self.is_retired:
-            self._make_moments({id(parameter) for _, parameter, entry in loaded if entry})
         for _, parameter, entry in loaded:
             state = self.runtime.state_of(parameter)
             if not self.is_retired and state is not None and state.entry.spec.trainable:
@@ -193,22 +186,12 @@ class FusedStep(HostStep):
                 # A parameter that is frozen now waits to be trained again.
                 optimizer.state[parameter] = dict(entry)
 
-    def unit_moved(self, unit: HostUnit) -> None:
-        """Shows the unit's moments where they are now; what the user put in their place stays for the next step to take."""
-        if self.optimizer is None:
-            return
-        for state in unit.states:
-            shown = self._shown.get(id(state.parameter))
-            if shown is None:
-                continue
-            entry, views = self._optimizer.state.get(state.parameter) or {}, views_of(state)
-            self._shown[id(state.parameter)] = {key: id(view) for key, view in views.items()}
-            # By id: the store held the old views until now, so that no tensor of the user's can have one of theirs.
-            entry.update({key: view for key, view in views.items() if id(entry.get(key)) == shown.get(key)})
-
-    def _entry(self, states: dict[Any, dict[str, Any]], state: ParameterState) -> dict[str, Any]:
-        """What the optimizer's ``states`` have for a parameter now. Where somebody emptied or changed it the store follows,
-        behind the steps that still write the moments; else it costs a few look-ups."""
+    def _entry(self, state: ParameterState) -> dict[str, Any]:
+        """What the optimizer's ``state`` has for a parameter now, whose moments are made if they weren't. Where somebody
+        emptied or changed it the store follows, behind the steps that still write the moments; else it costs a few
+        look-ups."""
+        states = self._optimizer.state
+        self.runtime.part_of(state).unit.allocate("moments")
         entry = states[state.parameter]
         if id(state.parameter) not in self.parameter_ids:  # put into a group by hand
             self.hold([state.parameter])
@@ -244,21 +227,19 @@ class FusedStep(HostStep):
 
     def _submit(
         self,
-        gate: UpdateGate,
-        unit: HostUnit,
-        group: ResidentGroup | None,
+        part: Stepped,
         steps: list[Step],
         before: Callable[[], bool] | None = None,
-        experts: ExpertRange | None = None,
+        experts: ExpertPart | None = None,
     ) -> None:
-        """Hands a unit's step to the worker, or that of some of its experts; the gate is closed until it is over."""
-        segments, parameters = plan_segments(steps), sum(state.parameter.numel() for state, _ in steps)
+        """Hands a part's step to the worker, or that of some of its experts; their gate is closed until it is over."""
+        unit, group = part.unit, part if isinstance(part, ResidentGroup) else None
+        segments = plan_segments(steps)
         if experts is not None:
-            segments = segments_of_experts(segments, unit, experts)
+            segments = segments_of_experts(segments, unit, experts.experts)
         if (shared := unit.shared) is not None:
             segments = segments_between(segments, shared.share.begin, shared.share.end)
-        if experts is not None or shared is not None:
-            parameters = sum(segment.elements for segment in segments)
+        parameters = sum(segment.elements for segment in segments)
         kernels, meter = self.runtime.kernels, self.runtime.meter
         readers_finished_event = group.announce_push() if group is not None else None
         # In backward gradients may still be added up by the worker; step() checks those.
@@ -282,7 +263,7 @@ class FusedStep(HostStep):
         unit.version += 1
         of_all = None if shared is None else shared.next_step(unit.name)
         own = self.runtime.worker.submit(f"step ({unit.name})", work)
-        gate.close_until(own, *([] if of_all is None else [of_all]))
+        (experts or part).gate.close_until(own, *([] if of_all is None else [of_all]))
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
@@ -310,19 +291,18 @@ class FusedStep(HostStep):
             found = [(state, group) for state, group in found if id(state.parameter) not in done]
         if not self.allows(norm):
             return
-        self._make_moments({id(state.parameter) for state, _ in found})
-        entries = [self._entry(optimizer.state, state) for state, _ in found]
+        entries = [self._entry(state) for state, _ in found]
         all_steps = {id(step[0]): step for step in self._steps(found, _next_steps(entries), factors)}
 
         def steps_of(unit: HostUnit) -> list[Step]:
             return [step for state in unit.states if (step := all_steps.get(id(state))) is not None]
 
-        def submit(units: Sequence[UnitInOrder]) -> None:
-            for unit, resident, pieces in units:
-                for gate, experts in pieces:
-                    self._submit(gate, unit, resident, steps_of(unit), experts=experts)
+        def submit(parts: Sequence[Part]) -> None:
+            for part in parts:
+                for experts in part.parts if isinstance(part, StreamedExperts) else (None,):
+                    self._submit(part, steps_of(part.unit), experts=experts)
 
-        on_host = [found for found in runtime.in_forward_order() if not found[0].is_on_device and steps_of(found[0])]
+        on_host = [part for part in runtime.in_forward_order() if not part.unit.is_on_device and steps_of(part.unit)]
         # The worker has something to do while the launches for the device are prepared, which wait for nothing else.
         submit(on_host[:1])
         try:
@@ -402,9 +382,7 @@ class FusedStep(HostStep):
         ]
         if not found:
             return False
-        layer.unit.allocate_moments()
-        states = self._optimizer.state
-        entries = [self._entry(states, state) for state, _ in found]
+        entries = [self._entry(state) for state, _ in found]
         steps = self._steps(found, _next_steps(entries), {})
         torch._foreach_add_([entry["step"] for entry in entries], 1)
         rows = [state.row for state, _ in steps]
@@ -417,6 +395,6 @@ class FusedStep(HostStep):
                     entry["step"] -= 1
             return finite
 
-        self._submit(layer.gate, layer.unit, None, steps, before=gradients_are_finite)
+        self._submit(layer, steps, before=gradients_are_finite)
         self._stepped_in_backward |= {id(state.parameter): arguments for state, arguments in steps}
         return True

@@ -18,6 +18,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.gradients.fp32_sums import joined_sum
+from megatrain_accelerate.layers.resident import ResidentGroup
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.watched_parameters import unwatched
 from megatrain_accelerate.optim.fused_step import UNFUSED_OPTIONS, FusedStep, refuse_unfused
@@ -186,13 +187,12 @@ class MasterStep(HostStep):
         norm, factors = self.norm_and_factors(optimizer, found, outside)
         if not self.allows(norm):
             return None
-        owners = {id(state): (unit, group) for unit, group, _ in runtime.in_forward_order() for state in unit.states}
         shown: list[tuple[ParameterState, torch.Tensor]] = []
         try:
             with contextlib.ExitStack() as replaced:
                 for state, _ in found:
                     assert state.gradient is not None
-                    master = owners[id(state)][0].read_master(state)
+                    master = runtime.part_of(state).unit.read_master(state)
                     gradient = state.gradient.float()
                     if state.handle.has_fp32_sum and state.gradient_residual is not None:
                         gradient = joined_sum(state.gradient, state.gradient_residual, runtime.kernels)
@@ -204,12 +204,13 @@ class MasterStep(HostStep):
                     result = own_step()
         finally:
             for state, master in shown:
-                owners[id(state)][0].write_master(state, master)
+                runtime.part_of(state).unit.write_master(state, master)
                 self._stepped.add(id(state.parameter))
-            for unit, group in {owners[id(state)]: None for state, _ in shown}:
-                unit.version += 1
-                if group is not None:
-                    group.push_weights(group.announce_push())
+            for part in {runtime.part_of(state): None for state, _ in shown}:
+                part.unit.version += 1
+                runtime.outside.moved(part.unit)  # autograd's nodes are new where data of another dtype were there
+                if isinstance(part, ResidentGroup):
+                    part.push_weights(part.announce_push())
             runtime.drain()
             runtime.watch.begin()
         return result
@@ -240,6 +241,8 @@ class MasterStep(HostStep):
                     likeness = torch.empty((), dtype=torch.float32).expand(parameter.shape)
                     replaced.enter_context(state.handle.replaced(likeness, None))
             own_load({**state_dict, "state": entries})
+        for part in self.runtime.parts:
+            self.runtime.outside.moved(part.unit)
         self._stepped.clear()
         for key, parameter in self.by_key(optimizer, state_dict):
             self._restore(parameter, residuals.get(key))

@@ -107,7 +107,7 @@ class UnitSizes:
         """``is_summed``: whether gradients are added up in fp32; ``is_shared``: whether several ranks map the unit."""
         layout = unit.layout
         residual_bytes = 2 * layout.split_elements
-        moment_bytes = unit.moment_bytes // max(1, layout.state_elements)
+        moment_bytes = unit.sizes["moments"] // max(1, layout.state_elements)
         staying_bytes = layout.gradient_bytes if unit.passes_gradients else 0
         if is_shared:
             filled_bytes = layout.weight_bytes + residual_bytes  # at adoption
@@ -116,7 +116,7 @@ class UnitSizes:
             weight_bytes=layout.weight_bytes,
             gradient_bytes=layout.gradient_bytes,
             parameters=layout.state_elements,
-            state_bytes=layout.weight_bytes + residual_bytes + unit.moment_bytes,
+            state_bytes=layout.weight_bytes + residual_bytes + unit.sizes["moments"],
             sum_bytes=residual_bytes if is_summed else 0,
             # Moments are read and written, those of 8 bytes a parameter where the traffic is :data:`STEP_BYTES`. The step with
             # 8-bit ones has 14 bytes of it, but the memory isn't what it waits for: it is no faster.

@@ -7,7 +7,7 @@ more than was in use at once, rounded up to a segment. Batches of another length
 from __future__ import annotations
 
 import collections
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,11 +21,9 @@ GRANULE_BYTES = 64 * KIB
 """Blocks are multiples of it: no part is so small that its copy costs more to issue than to run."""
 
 
-class HostBlock(NamedTuple):
-    """Bytes of the pool, in one part or several. Owner: who took it, until :meth:`HostPool.give_back`."""
-
-    parts: list[torch.Tensor]
-    """The parts in order, uint8; together exactly the bytes that were asked for. Each begins at a granule."""
+HostBlock = list[torch.Tensor]
+"""Bytes of the pool, in one part or several, in order, uint8; together exactly those that were asked for. Each part begins at
+a granule. Owner: who took it, until :meth:`HostPool.give_back`."""
 
 
 class HostPool:
@@ -75,13 +73,13 @@ class HostPool:
                 self._reclaim(wait)
         if self._free_bytes < wanted:
             self._grow(wanted - self._free_bytes)
-        block = HostBlock([])
+        block: HostBlock = []
         while size_bytes:
             free = self._free.pop(0)
             part, rest = free[:size_bytes], free[round_up(size_bytes, GRANULE_BYTES) :]
             if rest.numel():
                 self._free.insert(0, rest)
-            block.parts.append(part)
+            block.append(part)
             size_bytes -= part.numel()
         return block
 
@@ -98,7 +96,7 @@ class HostPool:
             elif not event.query():
                 self._pending.append((event, block))
                 continue
-            self._free += [part.as_strided((round_up(part.numel(), GRANULE_BYTES),), (1,)) for part in block.parts]
+            self._free += [part.as_strided((round_up(part.numel(), GRANULE_BYTES),), (1,)) for part in block]
         merged: list[torch.Tensor] = []
         for part in sorted(self._free, key=torch.Tensor.data_ptr):
             # Only what doesn't begin a segment: two of these may be neighbours, too.

@@ -107,9 +107,11 @@ class FlatLayout:
         """What of the trained parameters one of several ranks steps: whole 128-element blocks, as equally as they go."""
         blocks = self.state_elements // ALIGNMENT_ELEMENTS
         begin, end = (ALIGNMENT_ELEMENTS * (place * blocks // ranks) for place in (rank, rank + 1))
-        # Gradients in bf16 come first.
-        begin_byte, end_byte = (4 * element - 2 * min(element, self.split_elements) for element in (begin, end))
-        return Share(begin, end, begin_byte, end_byte)
+        return Share(begin, end, self.byte_of(begin), self.byte_of(end))
+
+    def byte_of(self, element: int) -> int:
+        """Where in the weights, and in the gradients, an element of the states begins: those in bf16 come first."""
+        return 4 * element - 2 * min(element, self.split_elements)
 
     def views(self, buffer: torch.Tensor, trainable_only: bool = False) -> list[torch.Tensor]:
         """Views of ``buffer`` (uint8, one dimension, at least ``weight_bytes`` long) as the entries' tensors."""

@@ -153,7 +153,7 @@ class ParameterState:
     moments: Moments | None = None
     gradient_residual: torch.Tensor | None = None
     """int16, at the unit's home: the low half of an fp32 sum of gradients whose bf16 half is the gradient, for the step. None
-    before :meth:`HostUnit.allocate_gradient_residuals`."""
+    before it is made."""
     sum_residual: torch.Tensor | None = None
     """The same beside ``parameter.grad``, where the sum is made: another one for a resident parameter whose states are on the
     host. It counts while the handle :attr:`~ParamHandle.has_fp32_sum`."""

@@ -21,8 +21,6 @@ class Segment:
     """A run of adjacent parameters of one dtype that are stepped by one kernel call."""
 
     dtype: torch.dtype
-    weight_offset: int
-    """Byte offset in the unit's weights and gradients."""
     state_offset: int
     """Element offset in residuals and moments."""
     elements: int
@@ -50,7 +48,7 @@ def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list
             if (last.dtype, last.arguments, last.is_sum) == (spec.dtype, arguments, is_sum) and 0 <= gap < widest:
                 last.elements += gap + spec.numel
                 continue
-        segments.append(Segment(spec.dtype, entry.weight_offset, entry.state_offset, spec.numel, arguments, is_sum))
+        segments.append(Segment(spec.dtype, entry.state_offset, spec.numel, arguments, is_sum))
     return segments
 
 
@@ -75,8 +73,7 @@ def segments_between(segments: Sequence[Segment], begin: int, end: int) -> list[
         first = max(begin, segment.state_offset)
         elements = min(end, segment.state_offset + segment.elements) - first
         if elements > 0:
-            offset = segment.weight_offset + segment.dtype.itemsize * (first - segment.state_offset)
-            parts.append(dataclasses.replace(segment, weight_offset=offset, state_offset=first, elements=elements))
+            parts.append(dataclasses.replace(segment, state_offset=first, elements=elements))
     return parts
 
 
@@ -91,12 +88,8 @@ def step_on_device(units: Iterable[tuple[HostUnit, Sequence[tuple[ParameterState
         first = state.entry.state_offset or 0
         tensors = (state.weight, state.residual, state.moments, gradient.contiguous())
         found.append(ParameterStep(*tensors, arguments, of_sum, first))
-    kernels = stepped[0][0].kernels if stepped else None
-    if isinstance(kernels, HostKernels):
-        for step in found:
-            kernels.adamw(*step)
-    elif kernels is not None:
-        kernels.adamw_of_many(found)
+    if stepped:
+        stepped[0][0].kernels.adamw_of_many(found)
     for unit, steps in stepped:
         unit.version += 1
         increment_version([state.parameter for state, _ in steps])  # autograd knows nothing of the kernel
@@ -111,7 +104,7 @@ def apply_segments(unit: HostUnit, segments: Sequence[Segment], kernels: HostKer
     for segment in segments:
         first = segment.state_offset
         elements = slice(first, first + segment.elements)
-        weights = slice(segment.weight_offset, segment.weight_offset + segment.elements * segment.dtype.itemsize)
+        weights = slice(unit.layout.byte_of(first), unit.layout.byte_of(first + segment.elements))
         assert unit.gradient_residuals is not None or not segment.is_sum
         kernels.adamw(
             unit.weights[weights].view(segment.dtype),

@@ -19,7 +19,7 @@ _POLLS_WITHOUT_SLEEP = 200
 
 
 class SharedStore:
-    """Memory and step counters of ``units`` units, mapped by all ranks. They make it, and its units, in the same order."""
+    """Memory and step counters of so many ``units``, mapped by all ranks. They make it, and its units, in the same order."""
 
     def __init__(self, ranks: Ranks, units: int) -> None:
         self.ranks = ranks
@@ -27,24 +27,21 @@ class SharedStore:
         self.steps = self.file.rows(ctypes.c_int64 * units)
         """How many steps of each unit each rank has applied to its share: a row for each rank, written by its step worker."""
         self.order = OrderCheck(self.file, ranks)
-        self._units = 0
+        self.units = 0
+        """So far."""
         self.is_loading = False
         """Whether ``load_state_dict`` may have written to weights since the last training forward: the only write that ranks
         may make to what they share, since each writes the same values."""
 
-    def add(self, layout: FlatLayout, sizes: Mapping[str, int]) -> SharedUnit:
-        """The next unit, with room for each kind of its memory."""
-        self._units += 1
-        return SharedUnit(self, self._units - 1, layout, sizes)
-
 
 class SharedUnit:
-    """One unit's places in the shared memory, and the share of it that this rank steps."""
+    """The next unit's places in the shared memory, for each kind of its own, and the share of it that this rank steps."""
 
-    def __init__(self, store: SharedStore, index: int, layout: FlatLayout, sizes: Mapping[str, int]) -> None:
+    def __init__(self, store: SharedStore, layout: FlatLayout, sizes: Mapping[str, int]) -> None:
         self.ranks = store.ranks
         self.share = layout.share_of(self.ranks.rank, self.ranks.size)
-        self._store, self._index = store, index
+        self._store, self._index = store, store.units
+        store.units += 1
         self._places = {kind: (store.file.reserve(size), size) for kind, size in sizes.items()}
         self.mapped: dict[str, int] = {}
         """Bytes of the kinds of memory that were on the host at any time: they stay there, wherever the unit moves."""

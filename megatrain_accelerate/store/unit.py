@@ -19,9 +19,7 @@ from megatrain_accelerate.kernels.moments import Moments, moment_bytes, moments_
 from megatrain_accelerate.store.host_memory import DeviceMemory, HostMemory
 from megatrain_accelerate.store.layout import ExpertRange, FlatEntry, FlatLayout, ParameterSpec
 from megatrain_accelerate.store.parameter import ParameterState, ParamHandle
-from megatrain_accelerate.store.shared_store import SharedStore
-
-_KINDS = ("weights", "residuals", "gradients", "gradient_residuals", "moments")
+from megatrain_accelerate.store.shared_store import SharedStore, SharedUnit
 
 PASSING_BUFFERS = 3
 """Host buffers for gradients that pass (``host_gradients``): one is filled, one stepped from, one between the two."""
@@ -35,7 +33,7 @@ class HostUnit:
     step worker. :attr:`version` changes whenever a device copy of the weights becomes stale.
 
     Weights and residuals are made with the unit; gradients and moments are promised when it is to be trained, and made when
-    they are first needed, where the unit lives by then.
+    they are first needed, where the unit lives by then, see :meth:`allocate`.
 
     Args:
         parameters: (name, parameter) of the unit, each parameter once, in model order; each computes in its one of ``dtypes``.
@@ -64,7 +62,6 @@ class HostUnit:
         self.device: torch.device | None = None
         """Where the unit lives if not on the host, see :meth:`move`."""
         self._register = register
-        self._registered_kinds = {"weights", "gradients"}
         self._moments_dtype = moments_dtype
         self.memory: dict[str, HostMemory | DeviceMemory] = {}
         """By what it holds."""
@@ -74,19 +71,23 @@ class HostUnit:
             ParameterSpec(key, tuple(parameter.shape), dtype, parameter.requires_grad)
             for (key, parameter), dtype in zip(parameters, dtypes, strict=True)
         )
-        self.shared = None if store is None else store.add(self.layout, {kind: self._size_of(kind) for kind in _KINDS})
+        self.sizes = sizes_by_kind(self.layout, moments_dtype)
+        """Bytes of its memory by what it holds, whether made or not."""
+        self.sums_device: torch.device | None = None
+        """Where fp32 sums of gradients are made, if not at the unit's home: residents' are wherever these compute."""
+        self.shared = None if store is None else SharedUnit(store, self.layout, self.sizes)
         """Its places in memory that several ranks share, and this one's share."""
         self.version = 0
         self.weights = torch.empty(0)
         """Flat weights, uint8: what one copy moves to a slot."""
         self.residuals = torch.empty(0, dtype=torch.int16)
-        """Flat low halves of the masters, int16. Empty before :meth:`allocate_masters`."""
+        """Flat low halves of the masters, int16. Empty before they are made."""
         self.gradients: torch.Tensor | None = None
-        """Flat gradients, uint8: what one copy brings from a gradient slot. None before :meth:`allocate_gradients`."""
+        """Flat gradients, uint8: what one copy brings from a gradient slot. None before they are made."""
         self.gradient_residuals: torch.Tensor | None = None
-        """Flat low halves of fp32 gradient sums, int16. None before :meth:`allocate_gradient_residuals`."""
+        """Flat low halves of fp32 gradient sums, int16. None before they are made."""
         self.moments: Moments | None = None
-        """Flat moments of the fused optimizer. None before :meth:`allocate_moments`."""
+        """Flat moments of the fused optimizer. None before they are made."""
         self.passes_gradients = False
         """Whether gradients have no memory here: :attr:`gradients` is then the buffer that they came in last."""
         share = None if self.shared is None else self.shared.share
@@ -99,21 +100,17 @@ class HostUnit:
         if from_device:
             weight_memory.register()  # values come by copies over the link
         if holds_masters:
-            self.allocate_masters()
+            self.allocate("residuals")
         if self.shared is None or self.shared.ranks.rank == 0:
             for state in self.states:
                 self._adopt(state)
 
-    def _size_of(self, kind: str) -> int:
-        layout = self.layout
-        sizes = {"weights": layout.weight_bytes, "gradients": layout.gradient_bytes, "moments": self.moment_bytes}
-        return sizes.get(kind, 2 * layout.split_elements)
-
     def _allocate(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
-        size_bytes = self._size_of(kind)
+        size_bytes = self.sizes[kind]
         if self.device is not None:
             return DeviceMemory(size_bytes, self.device)
-        register = self._register and kind in self._registered_kinds and size_bytes > 0
+        is_copied = kind in ("weights", "gradients") or (kind == "gradient_residuals" and self.sums_device is not None)
+        register = self._register and is_copied and size_bytes > 0
         shared = None if self.shared is None else self.shared.map(kind)
         memory = HostMemory(size_bytes, register=register, shared=shared)
         if touch and shared is None:  # what others may have written to isn't zeroed
@@ -140,7 +137,7 @@ class HostUnit:
             self.moments = moments_within(tensor, elements, 0, (elements,), moments_dtype)
         else:
             dtype = torch.int16 if kind.endswith("residuals") else torch.uint8
-            setattr(self, kind, tensor(0, (self._size_of(kind) // dtype.itemsize,), dtype))
+            setattr(self, kind, tensor(0, (self.sizes[kind] // dtype.itemsize,), dtype))
         for state in self.states:
             spec, weight_offset, offset = state.entry.spec, state.entry.weight_offset, state.entry.state_offset
             if kind == "weights":
@@ -150,11 +147,19 @@ class HostUnit:
             elif kind == "gradients":
                 state.gradient = tensor(weight_offset, spec.shape, spec.dtype)
             elif kind == "moments":
-                state.moments = moments_within(tensor, elements, offset, spec.shape, moments_dtype)
+                moments = moments_within(tensor, elements, offset, spec.shape, moments_dtype)
+                for view, place in zip(state.moments or (), moments, strict=False):
+                    view.data = place  # an optimizer's state shows the same tensors wherever the unit lives
+                state.moments = state.moments or moments
             elif state.entry.has_residual and kind == "residuals":
-                state.residual = tensor(2 * offset, spec.shape, torch.int16)
+                residual = tensor(2 * offset, spec.shape, torch.int16)
+                if state.residual is None:
+                    state.residual = residual
+                state.residual.data = residual
             elif state.entry.has_residual:
                 state.gradient_residual = state.sum_residual = tensor(2 * offset, spec.shape, torch.int16)
+                if self.sums_device is not None and not self.is_on_device:
+                    state.sum_residual = state.gradient_residual.to(self.sums_device, copy=True)
 
     def _adopt(self, state: ParameterState) -> None:
         value = state.parameter.detach().contiguous()
@@ -166,7 +171,10 @@ class HostUnit:
             state.weight.copy_(value)
 
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
-        """Sets a parameter's master, and so its weight, from any floating ``value`` of its shape; else a ``StateError``."""
+        """Sets a parameter's master, and so its weight, from any floating ``value`` of its shape; else a ``StateError``. An
+        ``UnsupportedError`` where ranks share it, unless each writes the same."""
+        if self.shared is not None:
+            self.shared.refuse_written(self.name)
         if value.shape != state.weight.shape or not value.is_floating_point() or value.is_meta:
             raise StateError(
                 f"parameter {self.name}.{state.name} was prepared with shape {tuple(state.weight.shape)} and is now a "
@@ -192,10 +200,15 @@ class HostUnit:
         self.kernels.join(state.weight, state.residual, master)
         return master.cpu()
 
-    def allocate_masters(self) -> None:
-        """Makes the low halves of the masters, zero, if there are none yet."""
-        if self.layout.split_elements and "residuals" not in self.memory:
-            self._make("residuals")
+    def allocate(self, kind: str) -> None:
+        """Makes one kind of memory, zero, where the unit lives, if it is missing and the unit has something of that kind.
+        Gradients only if they were promised, and not on the device, where they are autograd's own."""
+        if kind in self.memory or not self.sizes[kind]:
+            return
+        if kind != "gradients" or (kind in self._promised and not self.is_on_device):
+            memory = self._make(kind)
+            if kind in ("gradients", "gradient_residuals"):
+                memory.register()
 
     def register_weights(self) -> None:
         """Page-locks the weights on the host, for copies that nobody waits for. Does nothing the second time."""
@@ -203,7 +216,7 @@ class HostUnit:
 
     def promise(self, kind: str) -> None:
         """Gradients or moments will come: their memory counts as taken from now on, see :func:`available_host_bytes`."""
-        if self._size_of(kind) and not (kind == "gradients" and self.passes_gradients):
+        if self.sizes[kind] and not (kind == "gradients" and self.passes_gradients):
             self._promised.add(kind)
 
     def has(self, kind: str) -> bool:
@@ -214,30 +227,7 @@ class HostUnit:
     def promised_bytes(self) -> int:
         """Host memory that was promised and isn't made yet, of a unit on the host; of several ranks each counts its share."""
         missing = set() if self.is_on_device else self._promised - self.memory.keys()
-        return sum(map(self._size_of, missing)) // (self.shared.ranks.size if self.shared else 1)
-
-    def allocate_gradients(self) -> None:
-        """Makes the gradients' memory, registered, if it was promised. Does nothing if it exists, or on the device."""
-        if "gradients" in self._promised and "gradients" not in self.memory and not self.is_on_device:
-            self._make("gradients").register()
-
-    def allocate_gradient_residuals(self, register: bool = False) -> None:
-        """Makes the memory with which bf16 gradients can be summed in fp32, if it is missing; page-locked to ``register`` it,
-        for residuals that come from the device."""
-        if self.layout.split_elements and self.gradient_residuals is None:
-            if register:
-                self._registered_kinds.add("gradient_residuals")
-            self._make("gradient_residuals").register()
-
-    @property
-    def moment_bytes(self) -> int:
-        """Bytes of the fused optimizer's moments, whether they exist or not."""
-        return moment_bytes(self.layout.state_elements, self._moments_dtype)
-
-    def allocate_moments(self) -> None:
-        """Makes the fused optimizer's moments, zero, where the unit lives. Does nothing if they exist."""
-        if self.moments is None:
-            self._make("moments")
+        return sum(self.sizes[kind] for kind in missing) // (self.shared.ranks.size if self.shared else 1)
 
     def promised_moments(self, state: ParameterState) -> Moments | None:
         """What a parameter's moments will be, without data; None where none were promised."""
@@ -288,7 +278,7 @@ class HostUnit:
             raise
         self.memory, self.kernels = made, kernels
         for kind in {"weights", "residuals", "moments"} & old_memory.keys():
-            everything = (0, (self._size_of(kind),), torch.uint8)
+            everything = (0, (self.sizes[kind],), torch.uint8)
             self.memory[kind].tensor(*everything).copy_(old_memory[kind].tensor(*everything))
         self.gradients = None
         for state in self.states:
@@ -303,8 +293,9 @@ class HostUnit:
                     state.gradient.copy_(gradient)
                 state.handle.set_gradient(gradient.to(state.weight.device) if state.gradient is None else state.gradient)
             if residual is not None:
-                assert state.gradient_residual is not None
-                state.gradient_residual.copy_(residual)
+                for place in (state.gradient_residual, state.sum_residual):
+                    assert place is not None
+                    place.copy_(residual)
                 state.handle.note_fp32_sum()
         for memory in old_memory.values():
             memory.close()
@@ -313,7 +304,7 @@ class HostUnit:
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes that the unit holds now at its home, by what they hold."""
         always = dict.fromkeys(("weights", "gradients", "residuals", "moments"), 0)
-        return {**always, **{kind: self._size_of(kind) for kind in self.memory}}
+        return {**always, **{kind: self.sizes[kind] for kind in self.memory}}
 
     def release(self) -> None:
         """Gives the parameters back to ordinary memory, with their masters' full precision, and lets the store go."""
@@ -365,6 +356,18 @@ class UnitRange:
         return self.experts.of(tensor)
 
 
+def sizes_by_kind(layout: FlatLayout, moments_dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of all that a unit of this layout may have, by what they hold."""
+    residuals = 2 * layout.split_elements
+    return {
+        "weights": layout.weight_bytes,
+        "gradients": layout.gradient_bytes,
+        "residuals": residuals,
+        "moments": moment_bytes(layout.state_elements, moments_dtype),
+        "gradient_residuals": residuals,
+    }
+
+
 def planned_host_bytes(
     layouts: Iterable[FlatLayout],
     training: bool,
@@ -376,11 +379,10 @@ def planned_host_bytes(
 
     ``training``: whether there are gradients and moments. ``passing``: how many of the first units have gradients that pass.
     """
-    layouts = list(layouts)
-    residuals = sum(2 * layout.split_elements for layout in layouts)
-    parts = {"weights": sum(layout.weight_bytes for layout in layouts), "gradients": 0, "residuals": residuals, "moments": 0}
-    if training:
-        parts["moments"] = sum(moment_bytes(layout.state_elements, moments_dtype) for layout in layouts)
-        parts["gradients"] = sum(layout.gradient_bytes for layout in layouts[passing:])
-        parts["gradients"] += PASSING_BUFFERS * max((layout.gradient_bytes for layout in layouts[:passing]), default=0)
-    return {**parts, "gradient_residuals": residuals} if fp32_sums else parts
+    units = [sizes_by_kind(layout, moments_dtype) for layout in layouts]
+    parts = {kind: sum(unit[kind] for unit in units) for kind in ("weights", "gradients", "residuals", "moments")}
+    passed = [unit["gradients"] for unit in units[:passing]]
+    parts["gradients"] += PASSING_BUFFERS * max(passed, default=0) - sum(passed)
+    if not training:
+        parts["gradients"] = parts["moments"] = 0
+    return {**parts, "gradient_residuals": parts["residuals"]} if fp32_sums else parts

@@ -136,7 +136,7 @@ class Recording:
 
 @dataclasses.dataclass
 class _Departure:
-    """A run whose copies out were issued, with what must stay on the device until they are over."""
+    """Copies out of a run that were issued, with what must stay on the device until they are over."""
 
     run: int
     tape: Tape
@@ -175,7 +175,7 @@ class ActivationOffloader:
         """A layer is about to run forward: of the runs before it the last one that left may still hold device memory."""
         self._run += 1
         self._drop_strays()
-        while len(self.leaving) > 1 or (self.leaving and self.leaving[0].run < self._run - self.spacing):
+        while self.leaving and self.leaving[0].run < max(self._run - self.spacing, self.leaving[-1].run):
             self.give_up(self.leaving.popleft())
 
     def settle(self) -> None:
@@ -223,13 +223,7 @@ class ActivationOffloader:
                 assert parcel.on_device is not None
                 self.copy(parcel.block, parcel.on_device, to_host=True)
             copied_event.record(d2h_stream)
-        last = self.leaving[-1] if self.leaving else None
-        if last is not None and (last.run, last.tape, last.position) == (self._run, tape, position):
-            # More of the same run: the copies are in order, so that this event is the later one.
-            last.copied_event = copied_event
-            last.parcels += parcels
-        else:
-            self.leaving.append(_Departure(self._run, tape, position, copied_event, parcels))
+        self.leaving.append(_Departure(self._run, tape, position, copied_event, parcels))
         self._meter.counters.d2h_bytes += sum(parcel.size_bytes for parcel in parcels)
 
     def bring_back(self, tape: Tape, position: int, run: int) -> None:
@@ -290,7 +284,7 @@ class ActivationOffloader:
         """Issues the copies between a block on the host and memory on the device."""
         flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         offset = 0
-        for part in block.parts:
+        for part in block:
             on_device = flat[offset : offset + part.numel()]
             if to_host:
                 part.copy_(on_device, non_blocking=True)

@@ -52,8 +52,6 @@ class Counters:
     h2d_bytes: int = 0
     d2h_bytes: int = 0
     weight_fetches: int = 0
-    copy_wait_ms: float = 0.0
-    """Time the compute stream stood still until a layer's weights had arrived, or a gradient slot was free."""
     optimizer_wait_ms: float = 0.0
     """Time the launching thread was blocked by the host optimizer."""
     skipped_steps: int = 0
@@ -117,11 +115,9 @@ class Meter:
         # Copies of residents are issued by the step worker, beside the launching thread.
         self._lock = threading.Lock()
 
-    def compute_waits_for(self, event: Any, cause: Cause, late_ms: float = 0.0, of_layer: bool = True) -> None:
-        """Makes the compute stream wait for the ``event`` behind a copy and accounts for the stall.
-
-        The copy would have been issued ``late_ms`` earlier but for the step of its weights. ``copy_wait_ms`` counts layers'.
-        """
+    def compute_waits_for(self, event: Any, cause: Cause, late_ms: float = 0.0) -> None:
+        """Makes the compute stream wait for the ``event`` behind a copy and accounts for the stall. The copy would have been
+        issued ``late_ms`` earlier but for the step of its weights."""
         compute_stream = self._streams.compute_stream
         if not self._streams.is_cuda:
             compute_stream.wait_event(event)
@@ -131,8 +127,6 @@ class Meter:
             by_step_ms = min(waited_ms, late_ms)
             self.counters.add(Cause.HOST_STEP, by_step_ms)
             self.counters.add(cause, waited_ms - by_step_ms)
-            if of_layer:
-                self.counters.copy_wait_ms += waited_ms
 
         with _Timed(self, compute_stream, add):
             compute_stream.wait_event(event)

@@ -32,9 +32,6 @@ class Stepped(Protocol):
     @property
     def unit(self) -> HostUnit: ...
 
-    def allocate_gradient_residuals(self) -> None:
-        """Makes what fp32 sums of its gradients take, wherever they lie."""
-
 
 class Streamed(Stepped, Fetched, Protocol):
     """A layer, or all experts of one that stream in parts: what brings its gradients through slots. All experts together have

@@ -241,11 +241,7 @@ class Prefetcher:
 
     def fill(self, slot: WeightSlot, layer: Fetched) -> None:
         """Issues the copy of a layer's weights into a slot."""
-        if slot.users:
-            raise StateError(
-                f"layer {layer.name} would overwrite a weight slot that {slot.users} running layers use, which is a defect of "
-                "megatrain_accelerate: please report it with the script"
-            )
+        assert not slot.users, f"layer {layer.name} would overwrite a slot in use"
         slot.holder = None  # until the copy is issued: an interrupt must not leave a slot that claims to hold it
         layer.unit.register_weights()  # the first time: what moves to the device before is never registered
         now = time.perf_counter()

@@ -63,8 +63,8 @@ def test_the_engine_without_memory_has_the_sizes_of_the_real_one(micro_batches: 
 def test_the_store_is_what_the_engine_allocates(moments_dtype: str) -> None:
     real = attach(tiny_model(**SHAPE).train(), moments_dtype=moments_dtype)
     for unit in real.runtime.units:
-        unit.allocate_gradients()
-        unit.allocate_moments()
+        unit.allocate("gradients")
+        unit.allocate("moments")
     config = MegatrainConfig(moments_dtype=moments_dtype)
     plan = ForecastPlan(MetaEngine(meta_model(), config), config, machine_with(MACHINE))
     assert plan.store_bytes == sum(real.host_bytes_by_kind().values())

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from engine_runs import attach
 from loop_runs import adamw, both, loss_of, prepared, train
 from pairs import pairwise
 from penalised_runs import Penalised, PenalisedBefore, adalora, loss_with_penalty, penalty
-from plain_torch import token_batches
+from plain_torch import tiny_model, token_batches
 from torch import nn
 from trainer_runs import plugin, run_both, run_trainer, tiny_llama
 from transformers import Trainer, TrainerCallback
@@ -23,6 +24,7 @@ from transformers import Trainer, TrainerCallback
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import ConfigError, StateError
 from megatrain_accelerate.gradients.offload import GradientOffloader
+from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
 pytestmark = pytest.mark.usefixtures("outlined_once")
 
@@ -87,6 +89,24 @@ def test_a_penalty_on_the_weights_counts(
     _, streamed = run_both(tiny_llama, tmp_path, trainer_class=trainer_class, options=options, **settings)
     plain = run_trainer(tiny_llama, tmp_path, streamed=False, **settings)
     assert plain.logged("grad_norm") != streamed.logged("grad_norm")
+
+
+@pytest.mark.parametrize("copies", ["late"], indirect=True)
+@pytest.mark.usefixtures("copies")
+def test_a_penalty_counts_after_a_step_on_other_weights_than_those_in_bf16() -> None:
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = attach(model)
+    adopt_optimizer(optimizer, engine.runtime, "deferred")
+    saved, seen = optimizer.state_dict(), []
+    for step in range(3):
+        before = penalty(model)
+        (before + loss_of(model, token_batches(1)[0])).backward()
+        seen.append([weight.grad.clone() for weight in model.parameters()])
+        optimizer.load_state_dict(saved) if step else optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(*pair) for later in seen[1:] for pair in zip(later, seen[0], strict=True))
+    engine.close()
 
 
 @pytest.mark.usefixtures("copies")

@@ -106,7 +106,7 @@ def test_groups_between_two_stacks_are_stepped_between_them() -> None:
 def test_units_are_stepped_in_the_order_of_the_forward() -> None:
     engine = engine_of(Accelerator(cpu=True).prepare(build()))
     assert engine is not None
-    order = [unit.name for unit, _, _ in engine.runtime.in_forward_order()]
+    order = [part.unit.name for part in engine.runtime.in_forward_order()]
     blocks = [[f"{stack}.blocks.{i}" for i in range(3)] for stack in ("first", "second")]
     tables = ["words", "first.positions", "second.positions"]
     middle = ["first.norm", "attention", "attention.out_proj"]

@@ -202,8 +202,8 @@ def test_a_training_that_never_calls_the_model_itself_has_its_memory_too(use: st
         run = started()
         if made_before:
             for unit in run.engine.runtime.units:
-                unit.allocate_gradients()
-                unit.allocate_moments()
+                unit.allocate("gradients")
+                unit.allocate("moments")
         base = run.model.model
         hidden = torch.randn(1, 4, base.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
         for _ in range(3):

@@ -71,8 +71,8 @@ def test_what_lies_between_two_parameters_changes_no_bit() -> None:
         model = tiny_model(hidden_size=20, intermediate_size=25, num_attention_heads=1, num_key_value_heads=1)
         engine, _ = adopted(model, "int8")
         unit = engine.runtime.layers[0].unit
-        unit.allocate_gradients()
-        unit.allocate_moments()
+        unit.allocate("gradients")
+        unit.allocate("moments")
         assert unit.gradients is not None
         unit.gradients.view(torch.bfloat16).fill_(garbage)
         for state in unit.states:
@@ -102,7 +102,7 @@ def test_a_trained_parameter_takes_6_bytes_less(
     engine, _ = adopted(model, "int8", **settings)
     engine.runtime.offloader.make_places(engine.runtime.units)
     for unit in engine.runtime.units:
-        unit.allocate_moments()
+        unit.allocate("moments")
     held = engine.host_bytes_by_kind()
     count = sum(p.numel() for p in model.parameters())
     assert held["moments"] == planned[0]["moments"] == pytest.approx(2.0625 * count, rel=0.01)

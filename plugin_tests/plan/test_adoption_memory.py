@@ -60,8 +60,8 @@ def measure(checkpoint: Path, precision: str, source: str) -> dict[str, int]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         adopt_optimizer(optimizer, engine.runtime, "deferred")
         for unit in engine.runtime.units:  # as the first step does
-            unit.allocate_gradients()
-            unit.allocate_moments()
+            unit.allocate("gradients")
+            unit.allocate("moments")
     return {
         "loaded": loaded - before_load,
         "model": sum(4 * parameter.numel() for parameter in model.parameters()),

@@ -41,12 +41,12 @@ def make_pool(kernels: HostKernels, **settings: float) -> HostPool:
 
 
 def fill(block: HostBlock, value: int) -> None:
-    for part in block.parts:
+    for part in block:
         part.fill_(value)
 
 
 def holds(block: HostBlock, value: int) -> bool:
-    return all(bool((part == value).all()) for part in block.parts)
+    return all(bool((part == value).all()) for part in block)
 
 
 def test_blocks_hold_exactly_what_was_asked_for_and_never_overlap(kernels: HostKernels) -> None:
@@ -55,7 +55,7 @@ def test_blocks_hold_exactly_what_was_asked_for_and_never_overlap(kernels: HostK
     for value in range(200):
         size = generator.randrange(1, 3 * SEGMENT)
         block = pool.take(size)
-        assert sum(part.numel() for part in block.parts) == size
+        assert sum(part.numel() for part in block) == size
         fill(block, value)
         taken.append((block, value))
         if len(taken) > 5:
@@ -118,4 +118,4 @@ def test_a_block_given_back_after_closing_is_ignored(kernels: HostKernels) -> No
     pool.close()
     pool.give_back(block, Immediate())
     assert pool.size_bytes == pool.used_bytes == 0
-    assert torch.equal(block.parts[0], torch.zeros(10, dtype=torch.uint8))
+    assert torch.equal(block[0], torch.zeros(10, dtype=torch.uint8))

@@ -66,13 +66,12 @@ def meter(clock: DeviceClock) -> Meter:
 def test_waits_count_for_their_cause(meter: Meter, clock: DeviceClock) -> None:
     meter.compute_waits_for(5.0, Cause.H2D)  # the clock's streams are moved on by what they wait for
     meter.compute_waits_for(3.0, Cause.D2H)
-    meter.compute_waits_for(2.0, Cause.H2D, of_layer=False)
+    meter.compute_waits_for(2.0, Cause.H2D)
     with meter.blocked_by(Cause.BACKWARD_END):
         clock.now += 7.0
     meter.harvest()
     found = meter.counters
     assert (found.h2d_wait_ms, found.d2h_wait_ms, found.backward_end_wait_ms) == (7.0, 3.0, 7.0)
-    assert found.copy_wait_ms == 8.0, "waits for residents were never counted among those for layers"
 
 
 def test_a_copys_wait_counts_for_the_step_that_delayed_it_and_no_further(meter: Meter) -> None:
@@ -80,7 +79,6 @@ def test_a_copys_wait_counts_for_the_step_that_delayed_it_and_no_further(meter: 
     meter.compute_waits_for(5.0, Cause.H2D, late_ms=60.0)
     meter.harvest()
     assert (meter.counters.host_step_wait_ms, meter.counters.h2d_wait_ms) == (7.0, 3.0)
-    assert meter.counters.copy_wait_ms == 10.0
 
 
 def test_a_blocked_thread_is_no_idle_device_while_kernels_are_queued(meter: Meter) -> None:
