@@ -27,7 +27,8 @@ class Exchange:
     def __init__(self, shared: SharedStore, streams: Streams, layouts: Iterable[FlatLayout]) -> None:
         self._ranks, self._order, self._streams = shared.ranks, shared.order, streams
         self._found: set[int] = set()
-        """Rows of the parameters of which this rank has found a gradient since they last had none."""
+        """Rows (places in the table of norms) of the parameters of which this rank has found a gradient since they last had
+        none."""
         self._in_parts: set[int] = set()
         """Rows whose norm is that of this rank's share alone."""
         sizes = self.buffer_bytes(layouts, shared.ranks.size, shared.ranks.rank)
@@ -53,13 +54,14 @@ class Exchange:
         return 2 * zeros.nbytes  # out in shares, and back as means
 
     def note_found(self, states: Iterable[ParameterState], among: Iterable[ParameterState] = ()) -> None:
-        """A backward that looked ``among`` these, whose dropped gradients count no more, found those of ``states`` here."""
+        """Notes the parameters (``states``) that got a gradient in a backward, and forgets those ``among`` which it looked
+        whose gradient somebody has dropped."""
         self._found.difference_update(state.row for state in among if state.parameter.grad is None)
         self._found.update(row for state in states if (row := state.row) is not None)
 
     def gather_found(self, accumulated: Iterable[int | None]) -> tuple[set[int], set[int]]:
-        """Called by all ranks when a backward is over. Returns the rows in which any rank's autograd ``accumulated`` itself,
-        and those of which any has found a gradient since they last had none."""
+        """Called by all ranks when a backward is over, each with the rows of the gradients that its autograd ``accumulated``
+        itself. Returns these rows of all ranks, and those of which any has found a gradient since they last had none."""
         self._order.enter("a whole backward")
         told = self._ranks.gather((set(accumulated), self._found))
         return set().union(*(own for own, _ in told)), set().union(*(found for _, found in told))
@@ -78,7 +80,7 @@ class Exchange:
 
     def mean_of_share(self, buffer: torch.Tensor, layout: FlatLayout, name: str) -> None:
         """Of a unit's flat gradients (uint8) this rank's share becomes the mean of all ranks'; the rest stays as it was.
-        Issued on the current stream, which must be the d2h stream: what is received lies where the next call receives."""
+        Issued on the current stream, which must be the d2h stream, since all calls share one buffer to receive in."""
         self._order.enter(name)
         ranks = self._ranks
         shares = [layout.share_of(rank, ranks.size) for rank in range(ranks.size)]
@@ -88,6 +90,7 @@ class Exchange:
         sizes = [share.end_byte - share.begin_byte for share in shares]
         dist.all_to_all_single(received, buffer[: layout.gradient_bytes], [size] * ranks.size, sizes)
         parts = received.view(ranks.size, size)
+        # Gradients in bf16 come first, as in the layout; those in fp32 follow.
         in_bf16 = 2 * (min(own.end, layout.split_elements) - min(own.begin, layout.split_elements))
         target = buffer[own.bytes]
         for place, dtype in ((slice(0, in_bf16), torch.bfloat16), (slice(in_bf16, size), torch.float32)):

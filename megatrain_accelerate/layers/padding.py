@@ -1,9 +1,10 @@
-"""Padding: what a batch holds behind the ends of its shorter sequences. Large parts of the layers leave it out.
+"""Padding: what a batch holds after the ends of its shorter sequences. Large parts of the layers leave it out.
 
-In a causal model nothing behind a sequence's end reaches its tokens, and where no label asks for it the loss doesn't either:
-what is computed there is never read. An MLP or a large projection, which treat each token alone (:mod:`.token_tiles`), then
-run on the real tokens, and give zeros for the others. Attention and norms run on all of them. Padding was left out of BERT's
-training in the same way (Zeng et al., arXiv 2208.08124), there in all of the model, which has to know of it.
+In a causal model what follows a sequence's end affects none of its tokens, and the loss only where a label asks for it.
+Without such labels what is computed there is never read. An MLP or a large projection, which treat each token alone
+(:mod:`.token_tiles`), then run on the real tokens, and give zeros for the others. Attention and norms run on all of them.
+Padding was left out of BERT's training in the same way (Zeng et al., arXiv 2208.08124), there in all of the model, which has
+to know of it.
 
 B samples, T tokens of the longest, N tokens that are computed: the real ones, and some behind them for a multiple of 64.
 """
@@ -22,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 _WORTH_LEAVING_OUT = 0.1
 """Share of a batch. Gathering what is left, and putting it back, costs about as much as a twentieth of an MLP."""
 _MULTIPLE = 64
-"""Of this many tokens is what is computed a multiple: products of other numbers of rows are slower."""
+"""The number of computed tokens is rounded up to a multiple of this: products of other numbers of rows are slower."""
 _IGNORED = -100
 """The label of a token that transformers' losses leave out."""
 
@@ -36,13 +37,14 @@ class RealTokens:
     width: int
     """Tokens of each sample with its padding: T."""
     index: torch.Tensor
-    """int64 (N,), on the device: their places among B x T."""
+    """int64 (N,), on the device: the computed tokens' places among B x T. Some are padding, to fill up :data:`_MULTIPLE`."""
     _pieces: dict[tuple[int, ...], list[RealTokens | None]] = dataclasses.field(default_factory=dict)
     """By the samples of each piece: all layers cut a batch alike."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> RealTokens | None:
-        """Those of samples of these lengths, in a batch as wide as ``width``; None where too little would be left out."""
+        """The tokens to compute of samples of these lengths, in a batch as wide as ``width``; None where too little would be
+        left out, or samples have no room for what is to be filled up."""
         to_fill_up, computed = -sum(lengths) % _MULTIPLE, []
         for length in lengths:
             more = min(to_fill_up, width - length)

@@ -1,7 +1,8 @@
 """What ends a rank when another has died: it would wait for minutes in a collective, and the cause would be buried.
 
-A thread watches the other ranks' processes by descriptors of the kernel's (``pidfd_open``), which forked data loaders don't
-keep open as they do sockets. A rank that fails writes its cause where the others read it.
+A thread watches the other ranks' processes by ``pidfd_open``: such a descriptor tells that a process has ended even while the
+data loaders that it forked live on, in which a socket of its would stay open. A rank that fails writes its cause where the
+others read it.
 """
 
 from __future__ import annotations
@@ -43,14 +44,15 @@ class Lifeline:
         self._processes = ranks.gather(os.getpid())
         self._watched = {os.pidfd_open(pid): rank for rank, pid in enumerate(self._processes) if rank != ranks.rank}
         self._hook_before, sys.excepthook = sys.excepthook, self._report
-        Finalize(None, self._leave, args=(ranks,), exitpriority=0)  # at a process's end, of one that was forked, too
+        # Not atexit, which doesn't run in ranks that a notebook's launcher forked. Processes that a rank forks don't run this.
+        Finalize(None, self._leave, args=(ranks,), exitpriority=0)
         threading.Thread(target=self._watch, name="megatrain-lifeline", daemon=True).start()
 
     def _leave(self, ranks: Ranks) -> None:
-        """At the end of this process, and not of a copy: whoever has raised has told so before."""
+        """At the end of this process. A rank that has raised has left its cause before."""
         self._notices[self._rank].left_in_order = not self._notices[self._rank].cause
         if self._notices[self._rank].left_in_order:
-            _made.cache_clear()
+            _made.cache_clear()  # it holds the group of all, whose threads end with the last reference to it
             ranks.leave()
 
     def _report(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -91,7 +93,8 @@ class Lifeline:
 
 
 def ranks_of_run() -> Ranks | None:
-    """Those of this training, or None with one process. The first call is one that all ranks make together."""
+    """Those of this training, or None with one process. All ranks make the first call together: it makes their control group
+    and starts their :class:`Lifeline`."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     return _made(dist.group.WORLD)

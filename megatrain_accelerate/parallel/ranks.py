@@ -17,7 +17,8 @@ import torch.distributed as dist
 from megatrain_accelerate.errors import RankError, UnsupportedError
 
 MEETING_SECONDS = 1800.0
-"""How long a rank waits for another that is alive, which may be saving: ``ddp_timeout`` of the Trainer's arguments."""
+"""How long a rank waits for another that is alive, which may be saving: the default of the Trainer's ``ddp_timeout``, whose
+value isn't looked at."""
 
 
 class Ranks:
@@ -62,8 +63,9 @@ class Ranks:
             )
 
     def leave(self) -> None:
-        """Ends gloo's threads before the interpreter ends, without which one that only then lets go of the tensors of the
-        last exchange aborts the process. Nothing can be exchanged afterwards."""
+        """Ends gloo's threads before the interpreter ends: a thread that frees the tensors of the last exchange later than
+        that aborts the process. NCCL's group, if that is the group of all, has no such threads. Nothing can be exchanged
+        afterwards."""
         if dist.is_initialized():
             dist.destroy_process_group(None if dist.get_backend() == "gloo" else self._control)
         del self._control

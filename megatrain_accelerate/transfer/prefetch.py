@@ -20,10 +20,11 @@ from megatrain_accelerate.transfer.streams import Streams, WeightSlot
 class Prefetcher:
     """Owner of the weight slots.
 
-    The shared ``slots`` (a number, at least 2) take turns; a layer that is *held* has a slot of its own for a while, so that
-    it is copied once a step; a layer whose unit lives on the device is its own slot and is never copied. A copy is issued on
-    the h2d stream as soon as its slot's last reader was issued and its layer's step is applied; the launching thread never
-    waits for a copy, and waits for a step only when the layer itself is next. ``layers``: all that are streamed, by index.
+    Layers take turns in the shared ``slots`` (a number, at least 2). A layer that evaluations *hold* has a slot of its own
+    until training goes on, so that it is copied once; a layer whose unit lives on the device is its own slot and is never
+    copied. Copies are issued on the h2d stream when a layer is asked for or a backward of one is over, for layers whose steps
+    are applied, into slots whose last readers were issued. The launching thread never waits for a copy, and waits for a step
+    only when the layer itself is next. ``layers``: all that are streamed, by index.
 
     Several ranks may ``gather`` what a training pass needs: they choose the same slots for the same layers, whether a layer's
     step is applied or not, and issue the copies in the order in which they chose them. What evaluations fetch each rank
@@ -48,7 +49,7 @@ class Prefetcher:
         self.slot_count = slots
         self.slots: list[WeightSlot] = []
         self.own_slots: dict[int, WeightSlot] = {}
-        """Slots of single layers, on the device or held, by the layer's index."""
+        """Slots of single layers, that are held or whose units live on the device, by the layer's index."""
         self._held: list[int] = []
         """Layers that have a slot of :meth:`hold`, in the order in which they got it."""
         self._last_copied_event = streams.event()
@@ -142,7 +143,8 @@ class Prefetcher:
         self._note_slots()
 
     def all_held(self) -> dict[int, WeightSlot]:
-        """Where the weights of all layers are in slots of their own, those slots, by the layer's index; else none.
+        """Where the weights of all layers are in slots of their own (held, or on the device), those slots, by the layer's
+        index; else none.
 
         Kernels of forwards without a graph that are issued from now on may read them. There is nothing to release: the next
         copy into a slot is ordered behind what the stream has that is current then, so a script that changes streams has to
@@ -181,7 +183,7 @@ class Prefetcher:
         return slot
 
     def release(self, slot: WeightSlot) -> None:
-        """No kernel issued after this call for one that acquired the slot reads it."""
+        """The caller, who acquired the slot, issues no kernel from now on that reads it."""
         slot.compute_finished_event.record(self._streams.compute_stream)
         slot.users -= 1
 
@@ -204,12 +206,12 @@ class Prefetcher:
                 self.prefetch(self._upcoming, self._upcoming_together)
 
     def _note_slots(self) -> None:
-        """Called when there are others."""
+        """Called when slots were made or given up."""
         self.at_address = {slot.address: slot for slot in (*self.slots, *self.own_slots.values())}
 
     def _slot_of(self, layer: Fetched, together: bool = False) -> WeightSlot | None:
-        """The slot that has the layer's weights of now, or will once its copy is over; of one with its own slot, that. Only
-        one that all ranks fill counts if they look for it ``together``, and else only one whose copy is issued."""
+        """The slot that has the layer's weights of now, or will once its copy is over: its own if it has one, else a shared
+        one. ``together`` only one that all ranks fill counts, and else only one whose copy is issued."""
         own, holder = self.own_slots.get(layer.index), (layer.index, layer.unit.version)
         for slot in self.slots if own is None else (own,):
             if slot.holder == holder and (slot.was_gathered if together else not self._is_chosen(slot)):
@@ -217,8 +219,8 @@ class Prefetcher:
         return own if own is not None and layer.unit.is_on_device else None
 
     def _victim(self, layer: Fetched, wanted: set[int]) -> WeightSlot:
-        """The slot to overwrite: the layer's own, a stale one, else the least recently used; none in use or wanted. A
-        StateError if all are in use by layers that run."""
+        """The slot to overwrite: the layer's own, or a stale one, or the least recently used, a ``wanted`` layer's last. If
+        all are in use, the lease that was read least recently ends. A StateError if all are in use by layers that run."""
         slots = [self.own_slots[layer.index]] if layer.index in self.own_slots else self.slots
 
         def rank(slot: WeightSlot) -> tuple[bool, int]:
@@ -291,14 +293,14 @@ class Prefetcher:
                 if len(wanted) == room:
                     continue
                 wanted.add(index)
-            # Of a write since a layer's last use `acquire` learns.
+            # A write to weights since a layer's last use is noticed by `acquire`.
             if self._slot_of(self._layers[index], together) is None:
                 missing.append(index)
         for index in dict.fromkeys(missing):
             layer = self._layers[index]
             if not (together or layer.gate.is_open):
                 self._refused_at.setdefault(index, time.perf_counter())
-                break  # its copy is issued when it is next, right after its step
+                break  # it is tried again with the next layer, and at the latest when it is needed
             self._choose(layer, wanted, together)
         self._issue()
 
