@@ -313,9 +313,11 @@ class Engine:
     def _hook(self, model: nn.Module, discovery: Discovery) -> None:
         suits = may_leave_padding_out(model, [name for name, _ in discovery.layers])
         self._leaves_padding_out = suits and what_sees_a_batch(model) is None
-        self._checkpointing = modules_that_checkpoint(model)
-        leave_checkpointing_off(self._checkpointing)
+        leave_off = functools.partial(leave_checkpointing_off, modules_that_checkpoint(model))
+        leave_off()
         for module in model.modules():
+            if module is model or hasattr(type(module), "gradient_checkpointing_enable"):  # scripts call such parts, too
+                self._handles.append(module.register_forward_pre_hook(ModelHook(leave_off)))
             # Whoever reads the weights as a whole sees all steps that were taken.
             self._handles.append(module.register_state_dict_pre_hook(ModelHook(self.runtime.drain)))
             self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(self.runtime.begin_loading)))
@@ -360,7 +362,6 @@ class Engine:
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Checks the model, and lets the plan see the batch. Gives way to a new engine where more is trained by now."""
         self._refuse_replaced(model)
-        leave_checkpointing_off(self._checkpointing)
         known = set(model._forward_pre_hooks)
         if torch.is_grad_enabled() and self.adopt_unfrozen(model):
             return run_pre_hooks(model, args, kwargs, known)
