@@ -68,7 +68,11 @@ def _parent() -> _Parent:
 
 
 def run_in_forks(
-    file: str, *args: str | Path, environments: Sequence[Mapping[str, str]], timeout_seconds: float = 300
+    file: str | Path,
+    *args: str | Path,
+    environments: Sequence[Mapping[str, str]],
+    cwd: Path | None = None,
+    timeout_seconds: float = 300,
 ) -> list[tuple[int, str]]:
     """Runs a file as a script in as many processes at once as there are ``environments``; what each of these adds is added to
     :func:`clean_environment`. Returns the exit status and the output of each."""
@@ -78,14 +82,14 @@ def run_in_forks(
             {"output": str(output), "environment": clean_environment(**environment)}
             for output, environment in zip(outputs, environments, strict=True)
         ]
-        request = {"file": file, "args": [*map(str, args)], "children": children}
+        request = {"command": [*map(str, (file, *args))], "children": children, "cwd": str(cwd or Path.cwd())}
         statuses = _parent().statuses(request, timeout_seconds)
         return [(status, output.read_text()) for status, output in zip(statuses, outputs, strict=True)]
 
 
-def run_forked(file: str, *args: str | Path, **env: str) -> str:
+def run_forked(file: str | Path, *args: str | Path, cwd: Path | None = None, **env: str) -> str:
     """What a file prints that is run as a script, and ends well."""
-    ((status, output),) = run_in_forks(file, *args, environments=[env])
+    ((status, output),) = run_in_forks(file, *args, environments=[env], cwd=cwd)
     assert status == 0, f"{file} ended with {status}:\n{output}"
     return output
 
@@ -105,14 +109,16 @@ def _become(child: Mapping[str, str | dict[str, str]]) -> None:
 
 
 def _fork_on_request() -> list[str]:
-    """The file and the arguments of a child, in which alone this returns; the parent forks until nobody asks any more."""
+    """The command of a child, in which alone this returns; the parent forks until nobody asks any more."""
     for line in sys.stdin:
         request, children = json.loads(line), []
         for child in request["children"]:
             pid = os.fork()
             if pid == 0:
                 _become(child)
-                return [request["file"], *request["args"]]
+                os.chdir(request["cwd"])
+                command: list[str] = request["command"]
+                return command
             children.append(pid)
         print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children], flush=True)
     sys.exit()
