@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fresh_process import run_command, script
-from rank_runs import end_of_stock_run
+from rank_runs import end_of_stock_run, require_success, run_ranks
 from safetensors.torch import load_file
 
 CONFIG = """
@@ -65,6 +66,13 @@ def main() -> None:
     end_of_stock_run()
 
 
+def options_of(folder: Path, resume: Path | None, killed: int | None, arguments: dict[str, Any]) -> str:
+    """The script's argument."""
+    options: dict[str, Any] = {"arguments": {"output_dir": str(folder), **arguments}, "resume": resume and str(resume)}
+    options["killed"] = None if killed is None else str(killed)
+    return json.dumps(options)
+
+
 def launch(
     folder: Path, kind: str, processes: int, resume: Path | None = None, killed: int | None = None, **arguments: Any
 ) -> str:
@@ -73,20 +81,23 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "config.yaml"
     config.write_text(CONFIG.format(kind=kind, processes=processes))
-    options: dict[str, Any] = {"arguments": {"output_dir": str(folder), **arguments}, "resume": resume and str(resume)}
-    options["killed"] = None if killed is None else str(killed)
+    options = options_of(folder, resume, killed, arguments)
     paths = {"PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(__file__).parents[2]}"}
     if kind == "MEGATRAIN":
         launcher = [script("accelerate"), "launch", "--config", config]
     else:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
         paths |= {"ACCELERATE_USE_CPU": "true", "MEGATRAIN_DISABLE": "1"}
-    return run_command(*launcher, __file__, json.dumps(options), check=killed is None, **paths)
+    return run_command(*launcher, __file__, options, check=killed is None, **paths)
 
 
 def train(folder: Path, *how: Any, **arguments: Any) -> list[dict[str, float]]:
     """The log of a training that :func:`launch` runs."""
     launch(folder, *how, **arguments)
+    return log_of(folder)
+
+
+def log_of(folder: Path) -> list[dict[str, float]]:
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     kept = ("step", "loss", "grad_norm", "eval_loss")
     return [{name: entry[name] for name in kept if name in entry} for entry in history]
@@ -117,8 +128,14 @@ def test_a_resumed_training_by_two_processes_goes_on_with_the_same_bits(
     ours: tuple[Path, list[dict[str, float]]], tmp_path: Path
 ) -> None:
     folder, log = ours
-    resumed = train(tmp_path, "MEGATRAIN", 2, resume=folder / f"checkpoint-{SAVED}", gradient_accumulation_steps=2)
-    assert resumed == log
+    options = options_of(tmp_path, folder / f"checkpoint-{SAVED}", None, {"gradient_accumulation_steps": 2})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # What the launcher tells its processes.
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "MEGATRAIN_ACTIVE": "1", "ACCELERATE_USE_CPU": "true"}
+    require_success(run_ranks(__file__, 2, options, **env))
+    assert log_of(tmp_path) == log
     weights, other_weights = (load_file(at / "model.safetensors") for at in (folder, tmp_path))
     assert all(torch.equal(weights[name], weight) for name, weight in other_weights.items())
 
