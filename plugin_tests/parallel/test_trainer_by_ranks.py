@@ -97,6 +97,16 @@ def train(folder: Path, *how: Any, **arguments: Any) -> list[dict[str, float]]:
     return log_of(folder)
 
 
+def train_in_forks(folder: Path, switch: str, resume: Path | None = None, **arguments: Any) -> list[dict[str, float]]:
+    """The log of a training by two processes that no launcher starts, with a switch of the plugin set to 1."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", switch: "1"}
+    require_success(run_ranks(__file__, 2, options_of(folder, resume, None, arguments), **env))
+    return log_of(folder)
+
+
 def log_of(folder: Path) -> list[dict[str, float]]:
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     kept = ("step", "loss", "grad_norm", "eval_loss")
@@ -113,7 +123,7 @@ def test_a_trainer_by_two_processes_trains_as_the_stock_one_does(
     ours: tuple[Path, list[dict[str, float]]], tmp_path: Path
 ) -> None:
     folder, log = ours
-    stock = train(tmp_path, "MULTI_CPU", 2, gradient_accumulation_steps=2)
+    stock = train_in_forks(tmp_path, "MEGATRAIN_DISABLE", gradient_accumulation_steps=2)
     assert [entry.keys() for entry in log] == [entry.keys() for entry in stock]
     for entry, other in zip(log, stock, strict=True):
         assert entry == pytest.approx(other, rel=1e-5)  # fp32: other orders of sums
@@ -128,14 +138,9 @@ def test_a_resumed_training_by_two_processes_goes_on_with_the_same_bits(
     ours: tuple[Path, list[dict[str, float]]], tmp_path: Path
 ) -> None:
     folder, log = ours
-    options = options_of(tmp_path, folder / f"checkpoint-{SAVED}", None, {"gradient_accumulation_steps": 2})
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # What the launcher tells its processes.
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "MEGATRAIN_ACTIVE": "1", "ACCELERATE_USE_CPU": "true"}
-    require_success(run_ranks(__file__, 2, options, **env))
-    assert log_of(tmp_path) == log
+    checkpoint = folder / f"checkpoint-{SAVED}"
+    resumed = train_in_forks(tmp_path, "MEGATRAIN_ACTIVE", resume=checkpoint, gradient_accumulation_steps=2)
+    assert resumed == log
     weights, other_weights = (load_file(at / "model.safetensors") for at in (folder, tmp_path))
     assert all(torch.equal(weights[name], weight) for name, weight in other_weights.items())
 
