@@ -275,6 +275,7 @@ def test_a_gradient_hook_on_a_streamed_parameter_is_refused() -> None:
 
 def test_a_process_that_ends_with_steps_pending_ends_well_and_applies_them(tmp_path: Path) -> None:
     program = """
+import time
 import torch
 from plain_torch import tiny_model, token_batches
 from engine_runs import attach
@@ -286,7 +287,10 @@ adopt_optimizer(optimizer, engine.runtime, "deferred")
 ids = token_batches(1)[0]
 model(input_ids=ids, labels=ids).loss.backward()
 optimizer.step()
-engine.runtime.worker.submit("last", lambda: print("applied", float(torch.ones(1000, 1000).sum()), flush=True))
+def last():
+    time.sleep(0.5)  # longer than an interpreter takes that waits for nobody
+    print("applied", float(torch.ones(1000, 1000).sum()), flush=True)
+engine.runtime.worker.submit("last", last)
 """
     (tmp_path / "program.py").write_text(program)
     assert "applied" in run_forked(tmp_path / "program.py")
