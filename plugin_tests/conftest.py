@@ -86,20 +86,20 @@ def no_engine_outlives_its_test() -> Iterator[None]:
         left.close()
 
 
-@pytest.fixture(scope="session")
-def outlines() -> dict[Any, Any]:
+@pytest.fixture(scope="module")
+def outlines_of_the_file() -> dict[Any, Any]:
     """Those that :func:`outlined_once` made."""
     return {}
 
 
 @pytest.fixture
-def outlined_once(monkeypatch: pytest.MonkeyPatch, outlines: dict[Any, Any]) -> None:
-    """Equal steps are outlined once in a process."""
+def outlined_once(monkeypatch: pytest.MonkeyPatch, outlines_of_the_file: dict[Any, Any]) -> None:
+    """Equal steps are outlined once in a test file."""
     from outline_cache import remembering
 
     from megatrain_accelerate.plan import device_plan
 
-    monkeypatch.setattr(device_plan, "outline_step", remembering(device_plan.outline_step, outlines))
+    monkeypatch.setattr(device_plan, "outline_step", remembering(device_plan.outline_step, outlines_of_the_file))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Outlines of steps that many tests take alike: each is run once.
+"""Outlines of steps that many tests of a file take alike: each is run once.
 
 A run without data takes most of the time of a training of a few steps on a tiny model. What is a test's own (optimizers,
 schedules, arguments of the Trainer, faults) doesn't reach it.
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.layers.runtime import StreamingRuntime
-from megatrain_accelerate.loss import products, tiled_cross_entropy
+from megatrain_accelerate.loss import tiled_cross_entropy
 from megatrain_accelerate.plan.step_profile import StepOutline
 from megatrain_accelerate.transfer import activation_offload
 
@@ -53,8 +53,7 @@ def _step_key(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, 
         tuple((key, _tensor_key(at) if isinstance(at, torch.Tensor) else repr(at)) for key, at in sorted(inputs.items())),
         tuple((layer.unit.layout.key, len(layer.experts), layer.has_trainable) for layer in runtime.layers),
         (runtime.token_tile, runtime.batch_cut.asked, runtime.batch_cut.chosen),
-        (activation_offload.MIN_OFFLOADED_BYTES, products.PART_BYTES),
-        (tiled_cross_entropy.TILE_BYTES, tiled_cross_entropy.MIN_TILE_TOKENS, tiled_cross_entropy.STRIP_BYTES),
+        (activation_offload.MIN_OFFLOADED_BYTES, tiled_cross_entropy.TILE_BYTES),
         (str(device), torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)),
     )
 
