@@ -102,8 +102,8 @@ def test_sample_continues_the_prompt(run_dir: Path) -> None:
     printed = run_forked(
         RECIPES / "sample.py", "--model", run_dir, "--prompt", "def read", "--max_new_tokens", "20", MEGATRAIN_DISABLE="1"
     )
-    assert printed.startswith("def read")
-    assert len(printed) > len("def read\n")
+    sample = printed[printed.rindex("def read") :]  # behind what transformers says of the model's files
+    assert len(sample) > len("def read\n")
 
 
 @pytest.mark.long
