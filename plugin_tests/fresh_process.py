@@ -40,9 +40,3 @@ def run_python(code: str, *args: str, check: bool = True, cwd: Path | None = Non
 def script(name: str) -> Path:
     """A console script of this environment."""
     return Path(sys.executable).parent / name
-
-
-def run_test_file(file: str, *args: str | Path, **env: str) -> str:
-    """As :func:`run_command`, for what a test file does when it is run as a script; helpers can be imported there."""
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    return run_command(sys.executable, file, *args, **{"PYTHONPATH": os.pathsep.join(filter(None, paths)), **env})

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
+from forked_process import run_in_forks
 from fresh_process import clean_environment
 
 TIMEOUT_SECONDS = 480
@@ -23,22 +24,33 @@ def join_ranks(backend: str = "gloo") -> int:
     return dist.get_rank()
 
 
-def run_ranks(file: str, ranks: int, *args: str | Path, **env: str) -> list[tuple[int, str]]:
-    """Runs a test file as a script in each of several processes; returns the exit status and the output of each, by rank."""
+def run_ranks(file: str, ranks: int, *args: str | Path, fresh: bool = False, **env: str) -> list[tuple[int, str]]:
+    """Runs a test file as a script in each of several processes; returns the exit status and the output of each, by rank.
+
+    Args:
+        file: the test file.
+        ranks: their number.
+        args: of the script.
+        fresh: in new interpreters rather than in forks of one that has imported what the file begins with.
+        env: of all ranks.
+    """
     folder = tempfile.mkdtemp()
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     shared = {"MEETING_FILE": f"{folder}/meeting", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     shared |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "GLOO_SOCKET_IFNAME": "lo", **env}
+    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    if not fresh:
+        return run_in_forks(file, *args, environments=environments, timeout_seconds=TIMEOUT_SECONDS)
     processes = [
         subprocess.Popen(
             [sys.executable, file, *map(str, args)],
-            env=clean_environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank)),
+            env=clean_environment(**environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(ranks)
+        for environment in environments
     ]
     end = time.monotonic() + TIMEOUT_SECONDS
     try:

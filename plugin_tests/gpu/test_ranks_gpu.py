@@ -97,7 +97,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ranks, folder = request.param, tmp_path_factory.mktemp("runs")
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA devices")
-    require_success(run_ranks(__file__, ranks, folder, "trains", CUBLAS_WORKSPACE_CONFIG=":4096:8", **DEVICES))
+    require_success(run_ranks(__file__, ranks, folder, "trains", fresh=True, CUBLAS_WORKSPACE_CONFIG=":4096:8", **DEVICES))
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
@@ -128,7 +128,7 @@ def test_ranks_clip_by_one_norm_on_all_of_them(runs: list[dict[str, PlainRun]], 
 
 
 def test_ranks_end_with_one_that_is_killed_while_they_are_in_collectives(tmp_path: Path) -> None:
-    results = run_ranks(__file__, 2, tmp_path, "killed", CUBLAS_WORKSPACE_CONFIG=":4096:8", **DEVICES)
+    results = run_ranks(__file__, 2, tmp_path, "killed", fresh=True, CUBLAS_WORKSPACE_CONFIG=":4096:8", **DEVICES)
     assert time.time() - float((tmp_path / "killed").read_text()) < SECONDS + 1.0  # and the end of this process's wait
     status, output = results[0]
     assert status != 0

@@ -16,7 +16,8 @@ import pytest
 import torch
 from checkpoint_runs import CHECKPOINT_FILES, make_trainer
 from engine_runs import masters_of
-from fresh_process import run_python, run_test_file
+from forked_process import run_forked
+from fresh_process import run_python
 from plain_torch import tiny_model, token_batches
 from process_memory import PeakMemory
 from safetensors.torch import load_file
@@ -397,7 +398,7 @@ def measure_save_and_load(folder: Path, bf16: bool) -> dict[str, int]:
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.long)])
 def test_saving_and_loading_hold_no_second_copy_of_the_state(precision: str, tmp_path: Path) -> None:
-    measured = json.loads(run_test_file(__file__, "memory", tmp_path / "run", precision).strip().splitlines()[-1])
+    measured = json.loads(run_forked(__file__, "memory", tmp_path / "run", precision).strip().splitlines()[-1])
     print(measured)
     assert measured["state"] > 250 * MIB
     # 5%: pickled headers, the sample before the first save's lazy imports, Python's own objects. Transformers 4.46 with

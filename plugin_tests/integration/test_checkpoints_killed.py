@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from checkpoint_runs import CHECKPOINT_FILES, make_trainer
-from fresh_process import run_test_file
+from forked_process import run_forked
 from plain_torch import tiny_model
 from safetensors.torch import load_file
 from trainer_runs import plugin
@@ -202,7 +202,7 @@ class Kills(NamedTuple):
 def kills(tmp_path_factory: pytest.TempPathFactory) -> Kills:
     """Both ways of killing, in one process that never trains itself."""
     again, replaced = (tmp_path_factory.mktemp(name) / "run" for name in ("again", "replaced"))
-    counts = json.loads(run_test_file(__file__, again, replaced).strip().splitlines()[-1])
+    counts = json.loads(run_forked(__file__, again, replaced).strip().splitlines()[-1])
     print(counts)
     return Kills(again, counts[0], replaced, counts[1])
 

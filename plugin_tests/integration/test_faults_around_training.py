@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from checkpoint_runs import make_trainer
-from fresh_process import clean_environment
+from forked_process import run_in_forks
 from loop_runs import Observed, adamw, both, loss_of, prepared
 from peft import LoraConfig
 from plain_torch import token_batches
@@ -138,42 +136,36 @@ def test_a_training_that_goes_on_from_half_a_step_warns(tmp_path: Path, caplog: 
 
 
 INTERRUPTED = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background without it
-sys.path.insert(0, sys.argv[1])
+import os, signal, sys, threading, time
 from pathlib import Path
 from trainer_runs import examples, make_arguments, plugin, tiny_llama
 from transformers import Trainer, TrainerCallback
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background without it
+folder = Path(sys.argv[1])
+
+def interrupt():
+    (folder / "interrupted").write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGINT)
+
 class Ready(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 3:
-            print("ready", flush=True)
+            threading.Timer(0.2, interrupt).start()
 
 with plugin():
-    arguments = make_arguments(Path(sys.argv[2]), max_steps=100_000, logging_steps=50_000)
+    arguments = make_arguments(folder, max_steps=100_000, logging_steps=50_000)
     Trainer(tiny_llama(), arguments, train_dataset=examples(), callbacks=[Ready()]).train()
 """
 
 
 @pytest.mark.slow
 def test_control_c_ends_a_training_at_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", INTERRUPTED, str(Path(__file__).parents[1]), str(tmp_path)]
-    environment = clean_environment(PYTHONPATH=os.environ.get("PYTHONPATH", ""))
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, **pipes) as process:
-        assert process.stdout is not None
-        while "ready" not in (line := process.stdout.readline()):
-            assert line, process.stderr.read() if process.stderr is not None else ""
-        process.send_signal(signal.SIGINT)
-        start = time.monotonic()
-        try:
-            _, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert time.monotonic() - start < 30
-    assert process.returncode != 0
-    assert errors.rstrip().endswith("KeyboardInterrupt"), errors
+    (tmp_path / "train.py").write_text(INTERRUPTED)
+    ((status, output),) = run_in_forks(tmp_path / "train.py", tmp_path, environments=[{}])
+    assert time.time() - float((tmp_path / "interrupted").read_text()) < 30
+    assert status != 0
+    assert output.rstrip().endswith("KeyboardInterrupt"), output
 
 
 # ---------------------------------------------------------------------------------------- forks

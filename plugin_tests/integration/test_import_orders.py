@@ -78,7 +78,7 @@ ORDERS = {
 }
 
 
-SIMILAR = ("accelerate", "launcher", "arguments", "parser, then arguments", "trl config", "trl trainer", "peft")
+SIMILAR = ("accelerate", "launcher", "arguments", "parser, then arguments", "trainer", "trl config", "trl trainer", "peft")
 """Orders that differ little from another one."""
 
 

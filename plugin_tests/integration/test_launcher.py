@@ -299,10 +299,20 @@ class TestCommands:
         assert seen["ACCELERATE_USE_CPU"] == "True"
         assert seen["OMP_NUM_THREADS"] == "3"
 
-    def test_accelerate_launch_with_a_yaml(self, tmp_path: Path, training_script: Path) -> None:
+    def test_accelerate_launch_with_a_yaml_starts_an_active_process(self, tmp_path: Path) -> None:
         path = write(tmp_path, megatrain_config={"host_threads": 3})
-        command = (script("accelerate"), "launch", "--config", path, training_script, "--lr", "1")
-        self.check(run_command(*command, OMP_NUM_THREADS="3"), 3, "--lr", "1")
+        training = tmp_path / "active.py"
+        training.write_text(
+            "from accelerate import Accelerator\n"
+            "from megatrain_accelerate.activation import active_config\n"
+            "accelerator = Accelerator()\n"
+            "threads = active_config().host_threads\n"
+            "print(threads, accelerator.distributed_type, accelerator.device, accelerator.mixed_precision)\n" + TRAINING_SCRIPT
+        )
+        command = (script("accelerate"), "launch", "--config", path, training, "--lr", "1")
+        output = run_command(*command, OMP_NUM_THREADS="3")
+        assert output.splitlines()[-2] == "3 DistributedType.NO cpu bf16"
+        self.check(output, 3, "--lr", "1")
 
     def test_dashed_command_with_a_flag(self, training_script: Path) -> None:
         command = (script("accelerate-launch"), "--megatrain", "--cpu", "--num_cpu_threads_per_process", "3")
@@ -345,16 +355,3 @@ class TestCommands:
     def test_the_off_switch_leaves_the_stock_launcher(self, training_script: Path) -> None:
         command = (script("accelerate-launch"), "--megatrain", training_script)
         assert "--megatrain" in run_command(*command, check=False, MEGATRAIN_DISABLE="1")
-
-    def test_the_training_process_is_active(self, tmp_path: Path) -> None:
-        path = write(tmp_path, megatrain_config={"host_threads": 3})
-        training = tmp_path / "active.py"
-        training.write_text(
-            "from accelerate import Accelerator\n"
-            "from megatrain_accelerate.activation import active_config\n"
-            "accelerator = Accelerator()\n"
-            "threads = active_config().host_threads\n"
-            "print(threads, accelerator.distributed_type, accelerator.device, accelerator.mixed_precision)\n"
-        )
-        output = run_command(script("accelerate"), "launch", "--config", path, training)
-        assert output.splitlines()[-1] == "3 DistributedType.NO cpu bf16"

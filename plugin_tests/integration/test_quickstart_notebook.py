@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fresh_process import run_python
+from forked_process import run_forked
 
 NOTEBOOK = Path(__file__).parents[2] / "recipes" / "quickstart.ipynb"
 
@@ -15,7 +15,8 @@ def test_the_notebook_trains_and_samples(tmp_path: Path) -> None:
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells), "it is kept without results"
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"{n} and 4 make {n + 4}."}) + "\n" for n in range(200)))
     shown = "print(json.dumps([losses, sample, trainer.state.log_history[0]['megatrain/h2d_gb']]))"
-    output = run_python("\n".join(["".join(cell["source"]) for cell in cells] + [shown]), cwd=tmp_path)
+    (tmp_path / "cells.py").write_text("\n".join(["".join(cell["source"]) for cell in cells] + [shown]))
+    output = run_forked(tmp_path / "cells.py", cwd=tmp_path)
     losses, sample, traffic = json.loads(output.splitlines()[-1])
     assert traffic > 0
     assert losses[-1] < losses[0] / 3

@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from engine_runs import masters_of
-from fresh_process import run_test_file
+from forked_process import run_forked
 from plain_torch import tiny_model, token_batches
 from torch import nn
 from trainer_runs import examples, make_arguments, plugin
@@ -186,7 +186,7 @@ def test_resume_with_accumulation_is_bit_equal(tmp_path: Path) -> None:
 
 
 def test_resume_in_a_fresh_process_is_bit_equal(whole_runs: list[tuple[bool, Path, Outcome]], tmp_path: Path) -> None:
-    run_test_file(__file__, *(folder for _, folder, _ in whole_runs), tmp_path)
+    run_forked(__file__, *(folder for _, folder, _ in whole_runs), tmp_path)
     for bf16, _, whole in whole_runs:
         resumed = torch.load(tmp_path / f"{bf16}.pt", weights_only=False)
         assert_same_end(Outcome(**resumed), whole, 4)

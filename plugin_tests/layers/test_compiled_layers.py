@@ -215,7 +215,9 @@ def test_compiled_gradients_are_close_to_the_layers_own_and_complete(bf16: bool,
     assert ours[2] == 1, "autocast's cache, which recompute switches off, must not cost a graph"
 
 
-@pytest.mark.parametrize(("side", "dropout"), [("left", 0.0), ("right", 0.0), ("right", 0.3)])
+@pytest.mark.parametrize(
+    ("side", "dropout"), [("left", 0.0), pytest.param("right", 0.0, marks=pytest.mark.long), ("right", 0.3)]
+)
 def test_padded_batches_of_many_lengths_have_the_gradients_of_the_layers_own_code(side: str, dropout: float) -> None:
     ours, theirs = tiny_model(attention_dropout=dropout).train(), tiny_model(attention_dropout=dropout).train()
     engine = compiled(ours)

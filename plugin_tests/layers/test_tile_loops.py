@@ -59,7 +59,7 @@ def outlined(length: int) -> StepOutline:
     return outline
 
 
-@pytest.mark.parametrize("length", [pytest.param(512, marks=pytest.mark.long), 530])
+@pytest.mark.parametrize("length", [pytest.param(256, marks=pytest.mark.long), 274])
 @pytest.mark.usefixtures("small_tiles")
 def test_few_tiles_cost_what_all_of_them_do(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     few = outlined(length)

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def test_gloos_threads_end_before_the_interpreter() -> None:
-    results = run_ranks(__file__, 2)
+    results = run_ranks(__file__, 2, fresh=True)
     require_success(results)
     for _, output in results:
         assert "threads, of which 0 are left" in output

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def test_two_ranks_take_the_memory_of_one_store(tmp_path: Path) -> None:
-    require_success(run_ranks(__file__, 2, tmp_path))
+    require_success(run_ranks(__file__, 2, tmp_path, fresh=True))
     found = [tuple(map(int, (tmp_path / str(rank)).read_text().split())) for rank in range(2)]
     store_bytes = found[0][1]
     assert store_bytes > 300 * MIB

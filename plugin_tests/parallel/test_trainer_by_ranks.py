@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fresh_process import run_command, script
-from rank_runs import end_of_stock_run
+from rank_runs import end_of_stock_run, require_success, run_ranks
 from safetensors.torch import load_file
 
 CONFIG = """
@@ -65,6 +66,13 @@ def main() -> None:
     end_of_stock_run()
 
 
+def options_of(folder: Path, resume: Path | None, killed: int | None, arguments: dict[str, Any]) -> str:
+    """The script's argument."""
+    options: dict[str, Any] = {"arguments": {"output_dir": str(folder), **arguments}, "resume": resume and str(resume)}
+    options["killed"] = None if killed is None else str(killed)
+    return json.dumps(options)
+
+
 def launch(
     folder: Path, kind: str, processes: int, resume: Path | None = None, killed: int | None = None, **arguments: Any
 ) -> str:
@@ -73,20 +81,33 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "config.yaml"
     config.write_text(CONFIG.format(kind=kind, processes=processes))
-    options: dict[str, Any] = {"arguments": {"output_dir": str(folder), **arguments}, "resume": resume and str(resume)}
-    options["killed"] = None if killed is None else str(killed)
+    options = options_of(folder, resume, killed, arguments)
     paths = {"PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(__file__).parents[2]}"}
     if kind == "MEGATRAIN":
         launcher = [script("accelerate"), "launch", "--config", config]
     else:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
         paths |= {"ACCELERATE_USE_CPU": "true", "MEGATRAIN_DISABLE": "1"}
-    return run_command(*launcher, __file__, json.dumps(options), check=killed is None, **paths)
+    return run_command(*launcher, __file__, options, check=killed is None, **paths)
 
 
 def train(folder: Path, *how: Any, **arguments: Any) -> list[dict[str, float]]:
     """The log of a training that :func:`launch` runs."""
     launch(folder, *how, **arguments)
+    return log_of(folder)
+
+
+def train_in_forks(folder: Path, switch: str, resume: Path | None = None, **arguments: Any) -> list[dict[str, float]]:
+    """The log of a training by two processes that no launcher starts, with a switch of the plugin set to 1."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", switch: "1"}
+    require_success(run_ranks(__file__, 2, options_of(folder, resume, None, arguments), **env))
+    return log_of(folder)
+
+
+def log_of(folder: Path) -> list[dict[str, float]]:
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     kept = ("step", "loss", "grad_norm", "eval_loss")
     return [{name: entry[name] for name in kept if name in entry} for entry in history]
@@ -102,7 +123,7 @@ def test_a_trainer_by_two_processes_trains_as_the_stock_one_does(
     ours: tuple[Path, list[dict[str, float]]], tmp_path: Path
 ) -> None:
     folder, log = ours
-    stock = train(tmp_path, "MULTI_CPU", 2, gradient_accumulation_steps=2)
+    stock = train_in_forks(tmp_path, "MEGATRAIN_DISABLE", gradient_accumulation_steps=2)
     assert [entry.keys() for entry in log] == [entry.keys() for entry in stock]
     for entry, other in zip(log, stock, strict=True):
         assert entry == pytest.approx(other, rel=1e-5)  # fp32: other orders of sums
@@ -117,7 +138,8 @@ def test_a_resumed_training_by_two_processes_goes_on_with_the_same_bits(
     ours: tuple[Path, list[dict[str, float]]], tmp_path: Path
 ) -> None:
     folder, log = ours
-    resumed = train(tmp_path, "MEGATRAIN", 2, resume=folder / f"checkpoint-{SAVED}", gradient_accumulation_steps=2)
+    checkpoint = folder / f"checkpoint-{SAVED}"
+    resumed = train_in_forks(tmp_path, "MEGATRAIN_ACTIVE", resume=checkpoint, gradient_accumulation_steps=2)
     assert resumed == log
     weights, other_weights = (load_file(at / "model.safetensors") for at in (folder, tmp_path))
     assert all(torch.equal(weights[name], weight) for name, weight in other_weights.items())

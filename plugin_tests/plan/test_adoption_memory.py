@@ -14,7 +14,7 @@ import pytest
 import torch
 from engine_runs import Training, attach
 from flat_settings import nested
-from fresh_process import run_test_file
+from forked_process import run_forked
 from plain_torch import tiny_model, token_batches
 from process_memory import PeakMemory, anonymous_bytes, file_bytes
 from torch import nn
@@ -92,7 +92,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_adopting_holds_the_store_one_layer_and_a_constant_at_its_peak(checkpoint: Path, precision: str, source: str) -> None:
-    measured = json.loads(run_test_file(__file__, checkpoint, precision, source).strip().splitlines()[-1])
+    measured = json.loads(run_forked(__file__, checkpoint, precision, source).strip().splitlines()[-1])
     print(measured)
     assert measured["model"] > 150 * MIB
     # transformers 5 maps the file; then nothing of the model's own is given back.

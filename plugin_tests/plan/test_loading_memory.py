@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import attach, masters_of
-from fresh_process import run_test_file
+from forked_process import run_forked
 from plain_torch import tiny_model
 from process_memory import PeakMemory, anonymous_bytes, file_bytes
 from torch import nn
@@ -84,7 +84,7 @@ def measure(folder: Path, dtype: str) -> dict[str, int]:
 )
 def test_loading_and_adopting_never_holds_a_second_copy(kind: str, dtype: str, tmp_path: Path) -> None:
     save(kind, tmp_path)
-    found = json.loads(run_test_file(__file__, tmp_path, dtype).strip().splitlines()[-1])
+    found = json.loads(run_forked(__file__, tmp_path, dtype).strip().splitlines()[-1])
     print(found)
     assert found["model"] > 80 * MIB
     # fp32 weights have masters (2 and 2 bytes); those that were loaded in bf16 have none in an evaluation.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from engine_runs import attach, masters_of
-from fresh_process import run_test_file
+from forked_process import run_forked
 from plain_torch import tiny_config, tiny_model, token_batches
 from process_memory import PeakMemory
 from torch import nn
@@ -59,7 +59,7 @@ def measure() -> dict[str, int]:
 
 @needs_rules
 def test_a_model_without_weights_is_built_in_the_store_and_nowhere_else() -> None:
-    found = json.loads(run_test_file(__file__).strip().splitlines()[-1])
+    found = json.loads(run_forked(__file__).strip().splitlines()[-1])
     print(found)
     assert found["store"] > 200 * MIB
     # One layer while it is drawn, and what Python's objects take.
