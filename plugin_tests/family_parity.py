@@ -180,7 +180,7 @@ def differences(ours: Outcome, theirs: Outcome) -> Iterator[tuple[str, str, floa
 
 
 def assert_parity(ours: Outcome, theirs: Outcome, tolerance: float) -> None:
-    """Everything equals, bit by bit for a tolerance of 0; see :class:`family_registry.Family`."""
+    """Everything equals, bit for bit for a tolerance of 0; see :class:`family_registry.Family`."""
     found = list(differences(ours, theirs))
     beyond = sorted((entry for entry in found if entry[2] > tolerance or tolerance == 0.0), key=lambda entry: -entry[2])
     assert not beyond, f"{len(beyond)} values differ, the worst of them: {beyond[:8]}"

@@ -34,7 +34,7 @@ class Family:
 
     tolerance: Mapping[torch.dtype, float] = dataclasses.field(default_factory=dict)
     """By compute dtype, the largest difference of an element, relative to the largest element of its tensor (1 at least). A
-    dtype that isn't here must be equal bit by bit. Say in the notes why."""
+    dtype that isn't here must be equal bit for bit. Say in the notes why."""
 
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Settings of the plugin that the family needs."""

@@ -1,4 +1,4 @@
-"""Kinds of models and uses of layers as cases, each run in plain PyTorch and on the engine, and compared bit by bit."""
+"""Kinds of models and uses of layers as cases, each run in plain PyTorch and on the engine, and compared bit for bit."""
 
 from __future__ import annotations
 

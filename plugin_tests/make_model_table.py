@@ -75,7 +75,7 @@ def _trained(family: Family) -> tuple[str, str]:
         tolerance = family.tolerance.get(dtype, 0.0)
         if any(difference > tolerance for difference in found) or (found and tolerance == 0.0):
             raise Differs(f"{family.name} in {name}: {len(found)} values differ, by up to {max(found)}")
-        results.setdefault(f"within {tolerance:.0e}" if found else "equal bit by bit", []).append(name)
+        results.setdefault(f"within {tolerance:.0e}" if found else "equal bit for bit", []).append(name)
     present = [gradient for gradient in outcome.gradients.values() if gradient is not None]
     absent = len(outcome.gradients) - len(present)
     compared = f"{len(outcome.losses)} losses and norms, {len(present)} gradients{f' ({absent} absent)' if absent else ''}"

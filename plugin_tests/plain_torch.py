@@ -84,7 +84,7 @@ def train_bf16_with_masters(
     device: str = "cpu",
     clip_by: Sequence[float] | None = None,
 ) -> PlainRun:
-    """bf16 weights and gradients, fp32 masters, ``torch.optim.AdamW``: the loop that the engine must equal bit by bit.
+    """bf16 weights and gradients, fp32 masters, ``torch.optim.AdamW``: the loop that the engine must equal bit for bit.
 
     Gradients of several micro-batches are summed in fp32; with ``fp32_sums=False`` as autograd does it, in bf16. With
     ``ranks`` so many batches at a time are one micro-batch, whose gradient is the mean of theirs. Forward and backward run on

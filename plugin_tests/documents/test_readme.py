@@ -29,7 +29,7 @@ def test_its_speed_beside_deepspeed_is_the_benchmarks() -> None:
 def test_its_count_of_model_families_is_the_tables() -> None:
     (count,) = re.findall(r"(\d+) models\]\(docs/models\.md\)", README)
     models = (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
-    assert int(count) == len(re.findall(r"^\|.*equal bit by bit \|$", models, re.M))
+    assert int(count) == len(re.findall(r"^\|.*equal bit for bit \|$", models, re.M))
 
 
 def test_it_says_that_demo_and_tests_do_the_set_up() -> None:

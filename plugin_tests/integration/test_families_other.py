@@ -1,4 +1,4 @@
-"""Vision-language models, encoder-decoders and encoders: streamed training equals plain PyTorch's bit by bit."""
+"""Vision-language models, encoder-decoders and encoders: streamed training equals plain PyTorch's bit for bit."""
 
 from __future__ import annotations
 

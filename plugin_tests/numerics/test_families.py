@@ -1,5 +1,5 @@
 """Small models of every family of text decoders train as plain PyTorch trains them: losses, auxiliary losses, norms, every
-gradient, and every fp32 master after five clipped AdamW steps, bit by bit.
+gradient, and every fp32 master after five clipped AdamW steps, bit for bit.
 
 Forward, recompute and backward run the same kernels on the same values in both, so that nothing may differ, dropout and
 experts included. The numbers of steps, rows and tokens are those of :mod:`family_parity` and :mod:`decoder_models`.

@@ -1,5 +1,5 @@
 """Models of many kinds, and usual things that are done with a whole model: losses and gradients are those of plain PyTorch,
-bit by bit, whatever becomes of the layers' activations.
+bit for bit, whatever becomes of the layers' activations.
 """
 
 from __future__ import annotations

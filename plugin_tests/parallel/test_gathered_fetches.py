@@ -1,5 +1,5 @@
 """Ranks that gather weights fetch the same layers in the same order, whatever each does beside training and however late its
-steps are: bit by bit what they train when each fetches whole layers, with a part of the copies."""
+steps are: bit for bit what they train when each fetches whole layers, with a part of the copies."""
 
 from __future__ import annotations
 

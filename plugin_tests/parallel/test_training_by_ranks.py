@@ -1,4 +1,4 @@
-"""Several ranks that share one store train as one process does: bit by bit, over placements, schedules and moments."""
+"""Several ranks that share one store train as one process does: bit for bit, over placements, schedules and moments."""
 
 from __future__ import annotations
 
