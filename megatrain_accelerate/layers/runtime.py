@@ -282,7 +282,7 @@ class StreamingRuntime:
     def end_forward(self) -> None:
         self._all_held = {}
         self.calls.real = None
-        self.prefetcher.is_together = False
+        self.prefetcher.end_together()
 
     @property
     def _nothing_streams(self) -> bool:

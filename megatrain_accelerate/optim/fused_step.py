@@ -186,12 +186,12 @@ class FusedStep(HostStep):
                 # A parameter that is frozen now waits to be trained again.
                 optimizer.state[parameter] = dict(entry)
 
-    def _entry(self, state: ParameterState) -> dict[str, Any]:
-        """What the optimizer's ``state`` has for a parameter now, whose moments are made if they weren't. Where somebody
+    def _entry(self, states: dict[Any, dict[str, Any]], state: ParameterState) -> dict[str, Any]:
+        """What the optimizer's ``states`` have for a parameter now, whose moments are made if they weren't. Where somebody
         emptied or changed it the store follows, behind the steps that still write the moments; else it costs a few
         look-ups."""
-        states = self._optimizer.state
-        self.runtime.part_of(state).unit.allocate("moments")
+        if state.moments is None:
+            self.runtime.part_of(state).unit.allocate("moments")
         entry = states[state.parameter]
         if id(state.parameter) not in self.parameter_ids:  # put into a group by hand
             self.hold([state.parameter])
@@ -291,7 +291,7 @@ class FusedStep(HostStep):
             found = [(state, group) for state, group in found if id(state.parameter) not in done]
         if not self.allows(norm):
             return
-        entries = [self._entry(state) for state, _ in found]
+        entries = [self._entry(optimizer.state, state) for state, _ in found]
         all_steps = {id(step[0]): step for step in self._steps(found, _next_steps(entries), factors)}
 
         def steps_of(unit: HostUnit) -> list[Step]:
@@ -382,7 +382,8 @@ class FusedStep(HostStep):
         ]
         if not found:
             return False
-        entries = [self._entry(state) for state, _ in found]
+        states = self._optimizer.state
+        entries = [self._entry(states, state) for state, _ in found]
         steps = self._steps(found, _next_steps(entries), {})
         torch._foreach_add_([entry["step"] for entry in entries], 1)
         rows = [state.row for state, _ in steps]

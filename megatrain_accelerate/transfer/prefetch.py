@@ -168,7 +168,8 @@ class Prefetcher:
             if not together:
                 self._wait_for_step(layer)
             slot = self._choose(layer, set(), together)
-        self._issue(until=slot)
+        if slot.is_chosen:
+            self._issue(until=slot)
         slot.users += 1
         slot.last_used = next(self._clock)
         self._upcoming, self._upcoming_together = upcoming, together
@@ -214,7 +215,7 @@ class Prefetcher:
         one. ``together`` only one that all ranks fill counts, and else only one whose copy is issued."""
         own, holder = self.own_slots.get(layer.index), (layer.index, layer.unit.version)
         for slot in self.slots if own is None else (own,):
-            if slot.holder == holder and (slot.was_gathered if together else not self._is_chosen(slot)):
+            if slot.holder == holder and (slot.was_gathered if together else not slot.is_chosen):
                 return slot
         return own if own is not None and layer.unit.is_on_device else None
 
@@ -241,15 +242,13 @@ class Prefetcher:
         self.end_lease(index, prefetches=False)
         return found
 
-    def _is_chosen(self, slot: WeightSlot) -> bool:
-        """Whether its copy isn't issued yet."""
-        return any(slot is chosen for chosen, _ in self._chosen)
-
     def _choose(self, layer: Fetched, wanted: set[int], together: bool) -> WeightSlot:
-        """Chooses the slot that is to hold the layer, whose copy comes next in order."""
+        """Chooses the slot that is to hold the layer, whose copy comes next in order. Its step is applied, unless all ranks
+        choose ``together``."""
         slot = self._victim(layer, wanted)
-        self._issue(until=slot)  # what it is to hold before: another rank may have issued its part
-        slot.holder, slot.was_gathered = (layer.index, layer.unit.version), together
+        if slot.is_chosen:
+            self._issue(until=slot)  # what it was chosen for before: another rank may have issued its part of that
+        slot.holder, slot.was_gathered, slot.is_chosen = (layer.index, layer.unit.version), together, True
         self._chosen.append((slot, layer))
         return slot
 
@@ -259,23 +258,30 @@ class Prefetcher:
         self._meter.wait_for_step(layer.name, layer.gate)
 
     def _issue(self, until: WeightSlot | None = None) -> None:
-        """Issues the copies into chosen slots, in order, as far as their layers' steps are applied; with ``until`` all of them
-        up to that slot's, behind their steps."""
-        waits = until is not None and self._is_chosen(until)
+        """Issues the copies into chosen slots, in order, as far as their layers' steps are applied; those up to the slot
+        ``until``, which is among them, behind their steps."""
         while self._chosen:
             slot, layer = self._chosen[0]
-            if not (waits or layer.gate.is_open):
-                self._refused_at.setdefault(layer.index, time.perf_counter())
-                return
-            self._wait_for_step(layer)
+            if slot.was_gathered:
+                if until is None and not layer.gate.is_open:
+                    self._refused_at.setdefault(layer.index, time.perf_counter())
+                    return
+                self._wait_for_step(layer)
             self._chosen.popleft()
             self.fill(slot, layer)
-            waits &= slot is not until
+            if slot is until:
+                until = None
+
+    def end_together(self) -> None:
+        """All ranks have made a forward: what they chose is copied, also for layers that weren't called, before one of them
+        does something alone."""
+        while self._chosen:
+            self._issue(until=self._chosen[-1][0])
+        self.is_together = False
 
     def forget(self) -> None:
         """What the shared slots hold doesn't count any more; called by all ranks when one :attr:`is_disturbed`."""
-        while self._chosen:
-            self._issue(until=self._chosen[-1][0])
+        self.end_together()
         for slot in self.slots:
             if not slot.users:
                 slot.holder, slot.last_used = None, 0
@@ -298,11 +304,14 @@ class Prefetcher:
                 missing.append(index)
         for index in dict.fromkeys(missing):
             layer = self._layers[index]
-            if not (together or layer.gate.is_open):
-                self._refused_at.setdefault(index, time.perf_counter())
-                break  # it is tried again with the next layer, and at the latest when it is needed
+            if not together:
+                if not layer.gate.is_open:
+                    self._refused_at.setdefault(index, time.perf_counter())
+                    break  # it is tried again with the next layer, and at the latest when it is needed
+                layer.gate.wait()
             self._choose(layer, wanted, together)
-        self._issue()
+        if self._chosen:
+            self._issue()
 
     def trial(self, together: bool) -> None:
         """Copies the largest layer into a slot, or a part of it that is gathered, to be timed; called by all ranks at once."""
@@ -316,7 +325,7 @@ class Prefetcher:
         """Issues the copy of a layer's weights into a slot that is to hold them, or of this rank's part of them."""
         assert not slot.users, f"layer {layer.name} would overwrite a slot in use"
         # An interrupt must not leave a slot that claims to hold it.
-        holder, slot.holder = (layer.index, layer.unit.version), None
+        holder, slot.holder, slot.is_chosen = (layer.index, layer.unit.version), None, False
         layer.unit.register_weights()  # the first time: what moves to the device before is never registered
         now = time.perf_counter()
         slot.late_ms = 1e3 * (now - self._refused_at.pop(layer.index, now))

@@ -106,6 +106,8 @@ class WeightSlot(_Slot):
         ``params_copied_event`` says when it is full."""
         self.was_gathered = False
         """Whether all ranks filled it together, so that each of them holds the same."""
+        self.is_chosen = False
+        """Whether it is to hold that, and the copy isn't issued yet."""
         self.last_used = 0
         self.users = 0
         """How many calls of its layer use it now, issuing kernels that read it: one that a backward has begun with may run
