@@ -379,7 +379,6 @@ class Engine:
             if self._leaves_padding_out and not self.runtime.compiled.is_chosen:
                 self.runtime.calls.real = real_tokens(inputs)
             self.device_plan.follow(model, inputs)
-            self.runtime.prefetcher.is_together = self.runtime.prefetcher.gathers
             self.runtime.meter.counters.plan_seconds += time.perf_counter() - began
             self.runtime.offloader.make_places(self.runtime.units)  # of what the plan leaves on the host
         self.runtime.batch_cut.begin((args, kwargs))  # behind the plan, which looks at other batches

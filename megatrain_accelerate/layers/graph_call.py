@@ -100,8 +100,6 @@ class GraphCall:
         self.real: RealTokens | None = None
         """Of the call's samples, those that large parts compute; None for all."""
         self._running_slot: WeightSlot | None = None
-        self._together = calls.prefetcher.is_together
-        """Whether all ranks make this call."""
         self._captures: Captures | None = None
         """What it hands out if it runs compiled; None for a layer's own code."""
         self._trained = layer.trained_now()
@@ -301,7 +299,7 @@ class GraphCall:
             layer.require_version(self.version)
         if slot is None:
             upcoming = self.calls.passes.after_backward(self.tape, self.position)
-            slot = prefetcher.leases[layer.index] = prefetcher.acquire(layer, upcoming, self._together)
+            slot = prefetcher.leases[layer.index] = prefetcher.acquire(layer, upcoming)
             try:
                 slot.until_lease_ends.enter_context(named_range(f"megatrain::backward ({layer.name})"))
                 layer.require_version(self.version)  # of weights that were written since, which are taken over by now
@@ -483,8 +481,7 @@ class GraphCalls:
         if self.real is not None:
             for call, real in zip(calls, self.real.of_pieces(split.sizes), strict=True):
                 call.real = real
-        together = self.prefetcher.is_together
-        slot = self.prefetcher.acquire(layer, self.passes.after_forward(tape, position, True), together)
+        slot = self.prefetcher.acquire(layer, self.passes.after_forward(tape, position, True))
         try:
             self.passes.wait_for_head(layer)
             with leaving:

@@ -40,7 +40,6 @@ from megatrain_accelerate.store.step_worker import StepWorker
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader
 from megatrain_accelerate.transfer.call_order import OpenForward
-from megatrain_accelerate.transfer.gather import Gather
 from megatrain_accelerate.transfer.meter import Cause, Meter, named_range
 from megatrain_accelerate.transfer.parts import Streamed
 from megatrain_accelerate.transfer.prefetch import Prefetcher
@@ -99,8 +98,7 @@ class StreamingRuntime:
         self.steppers: list[UnitStepper] = []
         """The optimizers that step the parameters."""
         self.sums = Fp32Sums(self.units, config, streams.device, kernels, 1 if shared is None else shared.ranks.size)
-        gather = None if shared is None else Gather(shared.file, shared.ranks)
-        self.prefetcher = Prefetcher(self.layers, config.placement.slots, streams, meter, gather)
+        self.prefetcher = Prefetcher(self.layers, config.placement.slots, streams, meter)
         whole = [part.unit.layout for part in (*self.layers, *self.experts)]
         at_once = [layer.unit.layout for layer in self.layers]
         at_once += [part.unit.layout for experts in self.experts for part in experts.parts]
@@ -250,8 +248,7 @@ class StreamingRuntime:
                 return with_copies(run, *arguments) if has_mappings(*arguments) else run(*arguments)
         tape, position = self.passes.order.record(layer.index)
         without_graph = torch.no_grad() if has_graph else contextlib.nullcontext()
-        upcoming = self.passes.after_forward(tape, position, False)
-        slot = self.prefetcher.acquire(layer, upcoming, self.prefetcher.is_together)
+        slot = self.prefetcher.acquire(layer, self.passes.after_forward(tape, position, False))
         try:
             self.passes.wait_for_head(layer)
             tiles = layer.tiles.at_work(args, kwargs, self.calls.real)
@@ -282,7 +279,6 @@ class StreamingRuntime:
     def end_forward(self) -> None:
         self._all_held = {}
         self.calls.real = None
-        self.prefetcher.end_together()
 
     @property
     def _nothing_streams(self) -> bool:

@@ -96,8 +96,6 @@ class DevicePlan:
         """The smallest of several ranks', while they plan together."""
         self._exchange_bytes = math.inf
         """Of gradients that several ranks exchange a second."""
-        self._fetch_share = 1.0
-        """Seconds of a fetch with the other ranks, by those of a whole one."""
         self._leaves_cudnn_out = False
         self._is_displaced = False
         """Whether an evaluation needed the room of what lives on the device."""
@@ -210,14 +208,11 @@ class DevicePlan:
     def _plan_together(self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """One plan for all ranks, by the one with the largest batch, within the smallest budget. All decide alike whether to
         plan, from what all told."""
-        prefetcher, resumes = self._runtime.prefetcher, self._resumed is not None
-        told = ranks.gather((self._extent(inputs), row_size(inputs), self.made.planned, resumes, prefetcher.is_disturbed))
-        if any(is_disturbed for *_, is_disturbed in told):
-            prefetcher.forget()
+        told = ranks.gather((self._extent(inputs), row_size(inputs), self.made.planned, self._resumed is not None))
         extents, sizes = [extent for extent, *_ in told], [size for _, size, *_ in told]
         extent = functools.reduce(BatchExtent.union, extents)
         self._note_rows(*sizes)  # before anything is compiled
-        if all(planned.covers(extent) and not resumes for *_, planned, resumes, _ in told):
+        if all(planned.covers(extent) and not resumes for *_, planned, resumes in told):
             return
         planner = max(range(ranks.size), key=lambda rank: (extents[rank].elements, extents[rank].length))
         # Before free memory is asked for: collectives make their buffers when they first run.
@@ -225,8 +220,6 @@ class DevicePlan:
         if self._exchange_bytes == math.inf and self.has_budget and exchange is not None:
             _ = self._machine  # which is measured when it is first asked for
             self._exchange_bytes = exchange.trial() / seconds_of(self._device, exchange.trial)
-            if self._runtime.prefetcher.slots:
-                self._choose_fetches(ranks)
         failure: Exception | None = None
         with replaced(self, "_given_budget_bytes", min(ranks.gather(self._budget_bytes()))):
             if ranks.rank == planner:
@@ -249,14 +242,6 @@ class DevicePlan:
         if ranks.rank != planner:
             self._adopt(made)
             self._note_rows(*sizes)
-
-    def _choose_fetches(self, ranks: Ranks) -> None:
-        """Weights are gathered from all ranks if that takes less time than when each fetches them whole, all at once."""
-        prefetcher = self._runtime.prefetcher
-        own = [seconds_of(self._device, functools.partial(prefetcher.trial, together)) for together in (False, True)]
-        whole, gathered = map(max, zip(*ranks.gather(own), strict=True))
-        prefetcher.gathers = gathered < whole
-        self._fetch_share = min(1.0, gathered / whole)
 
     def _adopt(self, plan: PlanRecord) -> None:
         """Layers run by this plan from now on."""
@@ -575,7 +560,6 @@ class DevicePlan:
             micro_batches=self.micro_batches,
             ranks=self._ranks,
             exchange_bytes=self._exchange_bytes,
-            fetch_share=self._fetch_share,
             parts={
                 layer.index: [sizes(part.owner.unit).of_part(part) for at in layer.experts for part in at.parts]
                 for layer in runtime.layers

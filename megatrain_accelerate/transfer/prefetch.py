@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import time
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ import torch
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.store.unit import HostUnit
-from megatrain_accelerate.transfer.gather import Gather
 from megatrain_accelerate.transfer.meter import Cause, Meter, named_range
 from megatrain_accelerate.transfer.parts import Fetched
 from megatrain_accelerate.transfer.streams import Streams, WeightSlot
@@ -25,27 +23,13 @@ class Prefetcher:
     copied. Copies are issued on the h2d stream when a layer is asked for or a backward of one is over, for layers whose steps
     are applied, into slots whose last readers were issued. The launching thread never waits for a copy, and waits for a step
     only when the layer itself is next. ``layers``: all that are streamed, by index.
-
-    Several ranks may ``gather`` what a training pass needs: they choose the same slots for the same layers, whether a layer's
-    step is applied or not, and issue the copies in the order in which they chose them. What evaluations fetch each rank
-    copies whole.
     """
 
-    def __init__(
-        self, layers: Sequence[Fetched], slots: int, streams: Streams, meter: Meter, gather: Gather | None = None
-    ) -> None:
-        self._layers, self._gather = layers, gather
-        self.gathers = False
-        """Whether training passes fetch with the other ranks; set by the plan, on all of them."""
-        self.is_together = False
-        """Whether the forward in progress is one that all ranks make."""
-        self.is_disturbed = False
-        """Whether slots may hold other layers than those of other ranks, since something was copied whole."""
+    def __init__(self, layers: Sequence[Fetched], slots: int, streams: Streams, meter: Meter) -> None:
+        self._layers = layers
         self._streams = streams
         self._meter = meter
         self._largest = max((layer.unit.layout.weight_bytes for layer in layers), default=0)
-        if gather is not None:
-            self._largest = gather.slot_bytes(self._largest)
         self.slot_count = slots
         self.slots: list[WeightSlot] = []
         self.own_slots: dict[int, WeightSlot] = {}
@@ -60,11 +44,8 @@ class Prefetcher:
         """Slots of the layers whose backward has begun, by index, from the first saved tensor that it reads to the last. A
         cache: where every slot is in use the one that was read least recently is given up, and taken anew."""
         self._upcoming: Sequence[int] = ()
-        self._upcoming_together = False
         self.at_address: dict[int, WeightSlot] = {}
         """The slots that there are, by where their memory begins."""
-        self._chosen: collections.deque[tuple[WeightSlot, Fetched]] = collections.deque()
-        """Slots whose copies aren't issued yet, and what they are to hold."""
         self.note_moves()
 
     def _new_slot(self, size_bytes: int) -> WeightSlot:
@@ -129,8 +110,6 @@ class Prefetcher:
 
     def note_moves(self) -> None:
         """Layers whose units live on the device by now are slots of their own. No kernel and no copy may be in flight."""
-        self.forget()
-        self.is_disturbed = True
         self.drop_own_slots()
         self._refused_at.clear()
         for layer in self._layers:
@@ -157,27 +136,25 @@ class Prefetcher:
             self._meter.compute_waits_for(self._last_copied_event, Cause.H2D, 0.0)
         return self.own_slots
 
-    def acquire(self, layer: Fetched, upcoming: Sequence[int], together: bool = False) -> WeightSlot:
+    def acquire(self, layer: Fetched, upcoming: Sequence[int]) -> WeightSlot:
         """Makes the layer's weights usable by kernels issued from now on, and starts the copies of the ``upcoming`` layers, by
-        index, nearest first; ``together`` with all ranks, which ask for the same in the same order. Raises a StepWorkerError
-        if the layer's own step failed."""
+        index, nearest first. Raises a StepWorkerError if the layer's own step failed."""
         layer.refresh_if_written()
-        self.is_disturbed |= self.gathers and not together
-        slot = self._slot_of(layer, together)
+        slot = self._slot_of(layer)
         if slot is None:
-            if not together:
-                self._wait_for_step(layer)
-            slot = self._choose(layer, set(), together)
-        if slot.is_chosen:
-            self._issue(until=slot)
+            if not layer.gate.is_open:
+                self._refused_at.setdefault(layer.index, time.perf_counter())
+            self._meter.wait_for_step(layer.name, layer.gate)
+            slot = self._victim(layer, set())
+            self.fill(slot, layer)
         slot.users += 1
         slot.last_used = next(self._clock)
-        self._upcoming, self._upcoming_together = upcoming, together
+        self._upcoming = upcoming
         try:
             if not slot.params_copied_event.query():
                 # RAW: the kernels must see the whole copy.
                 self._meter.compute_waits_for(slot.params_copied_event, Cause.H2D, slot.late_ms)
-            self.prefetch(upcoming, together)
+            self.prefetch(upcoming)
         except BaseException:
             self.release(slot)
             raise
@@ -204,18 +181,18 @@ class Prefetcher:
             slot.leaves = []
             self.release(slot)
             if prefetches:
-                self.prefetch(self._upcoming, self._upcoming_together)
+                self.prefetch(self._upcoming)
 
     def _note_slots(self) -> None:
         """Called when slots were made or given up."""
         self.at_address = {slot.address: slot for slot in (*self.slots, *self.own_slots.values())}
 
-    def _slot_of(self, layer: Fetched, together: bool = False) -> WeightSlot | None:
+    def _slot_of(self, layer: Fetched) -> WeightSlot | None:
         """The slot that has the layer's weights of now, or will once its copy is over: its own if it has one, else a shared
-        one. ``together`` only one that all ranks fill counts, and else only one whose copy is issued."""
+        one."""
         own, holder = self.own_slots.get(layer.index), (layer.index, layer.unit.version)
         for slot in self.slots if own is None else (own,):
-            if slot.holder == holder and (slot.was_gathered if together else not slot.is_chosen):
+            if slot.holder == holder:
                 return slot
         return own if own is not None and layer.unit.is_on_device else None
 
@@ -242,52 +219,7 @@ class Prefetcher:
         self.end_lease(index, prefetches=False)
         return found
 
-    def _choose(self, layer: Fetched, wanted: set[int], together: bool) -> WeightSlot:
-        """Chooses the slot that is to hold the layer, whose copy comes next in order. Its step is applied, unless all ranks
-        choose ``together``."""
-        slot = self._victim(layer, wanted)
-        if slot.is_chosen:
-            self._issue(until=slot)  # what it was chosen for before: another rank may have issued its part of that
-        slot.holder, slot.was_gathered, slot.is_chosen = (layer.index, layer.unit.version), together, True
-        self._chosen.append((slot, layer))
-        return slot
-
-    def _wait_for_step(self, layer: Fetched) -> None:
-        if not layer.gate.is_open:
-            self._refused_at.setdefault(layer.index, time.perf_counter())
-        self._meter.wait_for_step(layer.name, layer.gate)
-
-    def _issue(self, until: WeightSlot | None = None) -> None:
-        """Issues the copies into chosen slots, in order, as far as their layers' steps are applied; those up to the slot
-        ``until``, which is among them, behind their steps."""
-        while self._chosen:
-            slot, layer = self._chosen[0]
-            if slot.was_gathered:
-                if until is None and not layer.gate.is_open:
-                    self._refused_at.setdefault(layer.index, time.perf_counter())
-                    return
-                self._wait_for_step(layer)
-            self._chosen.popleft()
-            self.fill(slot, layer)
-            if slot is until:
-                until = None
-
-    def end_together(self) -> None:
-        """All ranks have made a forward: what they chose is copied, also for layers that weren't called, before one of them
-        does something alone."""
-        while self._chosen:
-            self._issue(until=self._chosen[-1][0])
-        self.is_together = False
-
-    def forget(self) -> None:
-        """What the shared slots hold doesn't count any more; called by all ranks when one :attr:`is_disturbed`."""
-        self.end_together()
-        for slot in self.slots:
-            if not slot.users:
-                slot.holder, slot.last_used = None, 0
-        self.is_disturbed = False
-
-    def prefetch(self, upcoming: Sequence[int], together: bool = False) -> None:
+    def prefetch(self, upcoming: Sequence[int]) -> None:
         """Issues the copies of layers that will run, for as many of them as have room."""
         room = sum([not slot.users for slot in self.slots])
         wanted: set[int] = set()
@@ -300,51 +232,35 @@ class Prefetcher:
                     continue
                 wanted.add(index)
             # A write to weights since a layer's last use is noticed by `acquire`.
-            if self._slot_of(self._layers[index], together) is None:
+            if self._slot_of(self._layers[index]) is None:
                 missing.append(index)
         for index in dict.fromkeys(missing):
             layer = self._layers[index]
-            if not together:
-                if not layer.gate.is_open:
-                    self._refused_at.setdefault(index, time.perf_counter())
-                    break  # it is tried again with the next layer, and at the latest when it is needed
-                layer.gate.wait()
-            self._choose(layer, wanted, together)
-        if self._chosen:
-            self._issue()
-
-    def trial(self, together: bool) -> None:
-        """Copies the largest layer into a slot, or a part of it that is gathered, to be timed; called by all ranks at once."""
-        largest = max(self._layers, key=lambda layer: layer.unit.layout.weight_bytes)
-        slot = self.slots[0]
-        slot.was_gathered = together
-        self.fill(slot, largest)
-        self.is_disturbed = True
+            if not layer.gate.is_open:
+                self._refused_at.setdefault(index, time.perf_counter())
+                break  # it is tried again with the next layer, and at the latest when it is needed
+            layer.gate.wait()
+            self.fill(self._victim(layer, wanted), layer)
 
     def fill(self, slot: WeightSlot, layer: Fetched) -> None:
-        """Issues the copy of a layer's weights into a slot that is to hold them, or of this rank's part of them."""
+        """Issues the copy of a layer's weights into a slot."""
         assert not slot.users, f"layer {layer.name} would overwrite a slot in use"
-        # An interrupt must not leave a slot that claims to hold it.
-        holder, slot.holder, slot.is_chosen = (layer.index, layer.unit.version), None, False
+        slot.holder = None  # until the copy is issued: an interrupt must not leave a slot that claims to hold it
         layer.unit.register_weights()  # the first time: what moves to the device before is never registered
         now = time.perf_counter()
         slot.late_ms = 1e3 * (now - self._refused_at.pop(layer.index, now))
-        gather, size_bytes = self._gather if slot.was_gathered else None, layer.unit.layout.weight_bytes
-        part = slice(0, size_bytes) if gather is None else gather.part(size_bytes)
+        size_bytes = layer.unit.layout.weight_bytes
         if layer.index in self.own_slots:  # all_held() may have given it out, and its readers don't tell when they are done
             slot.compute_finished_event.record(self._streams.compute_stream)
         h2d_stream = self._streams.h2d_stream
         with self._streams.on(h2d_stream), named_range(f"megatrain::prefetch ({layer.name})"):
             # WAR: kernels of the layer that the slot held may still read it.
             h2d_stream.wait_event(slot.compute_finished_event)
-            copied_bytes = part.stop - part.start
-            with self._meter.copying(Cause.H2D, copied_bytes):
+            with self._meter.copying(Cause.H2D, size_bytes):
                 for source, target in layer.unit.pieces(slot.buffer):
-                    target[part].copy_(source[part], non_blocking=True)
-            if gather is not None:
-                gather.run(slot.buffer, size_bytes, layer.name)
+                    target.copy_(source, non_blocking=True)
             slot.params_copied_event.record(h2d_stream)
         self._last_copied_event = slot.params_copied_event
-        slot.holder = holder
-        self._meter.counters.h2d_bytes += copied_bytes
+        slot.holder = (layer.index, layer.unit.version)
+        self._meter.counters.h2d_bytes += size_bytes
         self._meter.counters.weight_fetches += 1

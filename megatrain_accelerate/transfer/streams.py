@@ -104,10 +104,6 @@ class WeightSlot(_Slot):
         self.holder: tuple[int, int] | None = None
         """(layer index, version of the unit's weights) that the buffer holds or is being filled with;
         ``params_copied_event`` says when it is full."""
-        self.was_gathered = False
-        """Whether all ranks filled it together, so that each of them holds the same."""
-        self.is_chosen = False
-        """Whether it is to hold that, and the copy isn't issued yet."""
         self.last_used = 0
         self.users = 0
         """How many calls of its layer use it now, issuing kernels that read it: one that a backward has begun with may run
