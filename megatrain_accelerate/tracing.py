@@ -95,9 +95,13 @@ class TraceRequest:
 
     @classmethod
     def from_environment(cls) -> TraceRequest | None:
-        """The request that was handed to this process, or None."""
-        folder = os.environ.get(ENV_TRACE_DIR)
-        return cls(Path(folder), int(os.environ.get(ENV_TRACE_STEP, DEFAULT_STEP))) if folder else None
+        """The request that was handed to this process, or None. A ConfigError for a step that can't be traced."""
+        if not (folder := os.environ.get(ENV_TRACE_DIR)):
+            return None
+        step = os.environ.get(ENV_TRACE_STEP, str(DEFAULT_STEP))
+        if not step.isdecimal():
+            raise ConfigError(f"{ENV_TRACE_STEP} must be a whole number, got {step!r}")
+        return cls(Path(folder), int(step))
 
 
 class Span(NamedTuple):
