@@ -20,7 +20,7 @@ from torch import nn
 logger = logging.getLogger(__name__)
 
 _OWN = "_megatrain_own"
-"""The attribute of a proxy with those that it was given, by name."""
+"""The attribute of a proxy with those that it was given, by name, and with what it had in their places."""
 _CHECKPOINTING = "gradient_checkpointing"
 """The flag of modules has this name in all releases of transformers, whatever the training arguments are called."""
 
@@ -62,9 +62,10 @@ def _apply(layer: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse
 def _reduced(layer: nn.Module, before_copy: Callable[[], None], protocol: Any) -> Any:
     before_copy()
     reduced: Any = object.__reduce_ex__(layer, protocol)
-    own = layer.__dict__[_OWN]
-    state = {key: value for key, value in reduced[2].items() if value is not own.get(key, own)}
-    return (*reduced[:2], state, *reduced[3:])
+    own, before = layer.__dict__[_OWN]
+    given = {_OWN, *(name for name, value in own.items() if layer.__dict__.get(name) is value)}
+    state = {key: value for key, value in reduced[2].items() if key not in given}
+    return (*reduced[:2], state | before, *reduced[3:])
 
 
 def install_proxy(layer: nn.Module, runner: Callable[..., Any], before_copy: Callable[[], None]) -> Callable[..., Any]:
@@ -79,22 +80,29 @@ def install_proxy(layer: nn.Module, runner: Callable[..., Any], before_copy: Cal
     run: Any = torch.compiler.disable(runner)
     # The Trainer asks a model what it takes and drops the other columns; the model itself may be the layer.
     run.__signature__ = inspect.signature(original.forward)
-    own = layer.__dict__[_OWN] = {
+    own: dict[str, Any] = {
         # A method as any forward is, since Accelerate takes a model's apart and binds it anew.
         "forward": types.MethodType(run, layer),
         "_apply": types.MethodType(_apply, layer),
         "__reduce_ex__": functools.partial(_reduced, layer, before_copy),
     }
+    if not hasattr(original, _CHECKPOINTING) and _CHECKPOINTING in layer.__dict__:
+        own[_CHECKPOINTING] = False  # what the layer set for itself counts again afterwards, and in copies
+    before = {name: layer.__dict__[name] for name in own.keys() & layer.__dict__.keys()}
+    leave_checkpointing_off([layer])
     layer.__dict__.update(own)
+    layer.__dict__[_OWN] = own, before
     return forward
 
 
 def remove_proxy(layer: nn.Module, forward: Callable[..., Any]) -> None:
-    """Gives a layer that is a proxy its own forward back."""
+    """Gives a layer that is a proxy its own forward back, and what else it had."""
     if is_proxy(layer):
-        for name, value in layer.__dict__.pop(_OWN).items():
+        own, before = layer.__dict__.pop(_OWN)
+        for name, value in own.items():
             if layer.__dict__.get(name) is value:  # else somebody has put another one there since
                 del layer.__dict__[name]
+                layer.__dict__.update({name: before[name]} if name in before else {})
         if getattr(forward, "__func__", None) is not type(layer).forward:
             layer.forward = forward
 

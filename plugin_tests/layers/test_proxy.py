@@ -181,6 +181,17 @@ def test_a_copy_of_a_streaming_model_is_plain_independent_and_equal(how: str, bf
     engine.close()
 
 
+@pytest.mark.usefixtures("clean_note")
+def test_a_layer_that_keeps_gradient_checkpointing_in_itself_has_it_off_in_a_proxy_and_back_after() -> None:
+    layer = Layer()
+    layer.gradient_checkpointing = True
+    forward = install_proxy(layer, lambda _, *args, **kwargs: None, lambda: None)
+    assert layer.gradient_checkpointing is False
+    assert copy.deepcopy(layer).gradient_checkpointing is True
+    remove_proxy(layer, forward)
+    assert layer.gradient_checkpointing is True
+
+
 class Checkpointed(nn.Module):
     """Checkpoints what it wraps in its own forward, as models of older transformers do and parts of some layers."""
 
