@@ -81,6 +81,13 @@ class RandomState:
         np.random.set_state(self._numpy)
 
 
+    def has_advanced(self) -> bool:
+        """Whether a number was drawn since, but for NumPy's."""
+        now = RandomState(self._device)
+        pairs = ((now._cpu, self._cpu), (now._cuda, self._cuda))
+        return now._python != self._python or any(a is not None and b is not None and not a.equal(b) for a, b in pairs)
+
+
 @contextlib.contextmanager
 def random_numbers_put_back(device: torch.device) -> Iterator[None]:
     """Restores the generators after the block: ``torch.random.fork_rng()`` for all of them."""

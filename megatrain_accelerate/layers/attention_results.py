@@ -24,6 +24,7 @@ _ATTENTION = frozenset(
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_flash_attention_forward",
         "flash_attn::_flash_attn_forward",
         "flash_attn::_flash_attn_varlen_forward",
     }

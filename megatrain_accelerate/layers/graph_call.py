@@ -37,7 +37,7 @@ from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.saved_tensors import SavedTensors
-from megatrain_accelerate.layers.shared_mappings import no_writes_into, no_writes_to, run_with_mappings, takes_mappings
+from megatrain_accelerate.layers.shared_mappings import no_writes_into, no_writes_to
 from megatrain_accelerate.layers.whole_recompute import run_whole
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader, Recording, inputs_offloaded
 from megatrain_accelerate.transfer.call_order import Tape
@@ -98,7 +98,7 @@ class GraphCall:
         """Whether something of the forward besides the leaves still refers to the slot: its backward would read another
         layer's weights there. A function of the user's own does that which keeps a weight in an attribute of its context."""
         self.real: RealTokens | None = None
-        """Of the call's samples, those that large parts compute; None for all."""
+        """Of the call's samples, the tokens to compute; None for all."""
         self._running_slot: WeightSlot | None = None
         self._captures: Captures | None = None
         """What it hands out if it runs compiled; None for a layer's own code."""
@@ -197,10 +197,8 @@ class GraphCall:
         if self._captures is not None:
             return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget)
         at_work = self._expert_results.at_work(layer, replays=is_recompute) if layer.experts else contextlib.nullcontext()
-        with at_work, layer.tiles.at_work(args, kwargs, self.real):
-            if takes_mappings(args, kwargs):
-                return run_with_mappings(layer.forward, args, kwargs)
-            return layer.forward(*args, **kwargs)
+        with at_work:
+            return layer.run(args, kwargs, self.real)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
@@ -426,8 +424,8 @@ class GraphCalls:
 
     @property
     def real(self) -> RealTokens | None:
-        """Of the batch of the forward in progress; None where large parts compute all of it (:mod:`.padding`), as compiled
-        layers do."""
+        """Of the batch of the forward in progress, the tokens to compute (:mod:`.padding`); None for all, as in compiled
+        layers."""
         return None if self.compiled.is_chosen else self._real
 
     @real.setter

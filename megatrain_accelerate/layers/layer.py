@@ -15,9 +15,11 @@ from torch import nn
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.layers.ambient_state import WrittenBuffers
+from megatrain_accelerate.layers.nested_tensors import map_tensors
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.shared_mappings import run_with_mappings
 from megatrain_accelerate.layers.token_tiles import TokenTiles
+from megatrain_accelerate.layers.unpadded_layer import SampleAttention, UnpaddedLayer
 from megatrain_accelerate.layers.watched_parameters import unwatched
 from megatrain_accelerate.store.layout import ExpertRange, expert_ranges
 from megatrain_accelerate.store.parameter import written_among
@@ -42,6 +44,7 @@ class StreamedLayer:
         """The module's own, before a proxy takes its place."""
         self.gate = UpdateGate()
         self.tiles = TokenTiles.of_layer(module)
+        self.unpadded = UnpaddedLayer(module)
         self.buffers = WrittenBuffers(module)
         self.trainable = [state for state in unit.states if state.entry.spec.trainable]
         """The parameters of its unit that were trained when the model was prepared, in entry order."""
@@ -85,10 +88,15 @@ class StreamedLayer:
         return sum(part.unit.layout.parameter_count for part in (self, *self.experts))
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], real: RealTokens | None = None) -> Any:
-        """Calls the layer's own forward with the weights that are bound to it; see :func:`run_with_mappings`. Large parts
-        compute the ``real`` tokens alone."""
-        with self.tiles.at_work(args, kwargs, real):
-            return run_with_mappings(self.forward, args, kwargs)
+        """Calls the layer's own forward with the weights that are bound to it, on the ``real`` tokens alone if it can; see
+        :func:`run_with_mappings`."""
+        row = None if real is None else self.unpadded.arguments(real, args, kwargs, self.forward)
+        if real is None or row is None:
+            with self.tiles.at_work(args, kwargs):
+                return run_with_mappings(self.forward, args, kwargs)
+        args, kwargs = row
+        with self.tiles.at_work(args, kwargs), SampleAttention(real):
+            return map_tensors(real.batch, self.forward(*args, **kwargs))
 
     def show_host_weights(self) -> None:
         """The parameters' data are the store's weights from now on."""

@@ -1,10 +1,7 @@
-"""Padding: what a batch holds after the ends of its shorter sequences. Large parts of the layers leave it out.
+"""Padding: what a batch holds after the ends of its shorter sequences. Which tokens are none, and when that may be left out.
 
 In a causal model what follows a sequence's end affects none of its tokens, and the loss only where a label asks for it.
-Without such labels what is computed there is never read. An MLP or a large projection, which treat each token alone
-(:mod:`.token_tiles`), then run on the real tokens, and give zeros for the others. Attention and norms run on all of them.
-Padding was left out of BERT's training in the same way (Zeng et al., arXiv 2208.08124), there in all of the model, which has
-to know of it.
+Without such labels what is computed there is never read: layers run on the other tokens alone (:mod:`.unpadded_layer`).
 
 B samples, T tokens of the longest, N tokens that are computed: the real ones, and some behind them for a multiple of 64.
 """
@@ -13,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 _WORTH_LEAVING_OUT = 0.1
-"""Share of a batch. Gathering what is left, and putting it back, costs about as much as a twentieth of an MLP."""
+"""Share of a batch. Gathering what is left, and putting it back, takes time, too."""
 _MULTIPLE = 64
 """The number of computed tokens is rounded up to a multiple of this: products of other numbers of rows are slower."""
 _IGNORED = -100
@@ -30,30 +28,46 @@ _IGNORED = -100
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RealTokens:
-    """Which tokens of a batch are computed by the parts that leave padding out: the first ones of each sample."""
+    """Which tokens of a batch are computed where padding is left out: the first ones of each sample."""
 
     lengths: tuple[int, ...]
     """Of the samples, in order, without padding."""
+    counts: tuple[int, ...]
+    """Tokens of each sample that are computed: its length, and some padding to fill up :data:`_MULTIPLE`."""
     width: int
     """Tokens of each sample with its padding: T."""
     index: torch.Tensor
-    """int64 (N,), on the device: the computed tokens' places among B x T. Some are padding, to fill up :data:`_MULTIPLE`."""
+    """int64 (N,), on the device: the computed tokens' places among B x T."""
+    columns: torch.Tensor
+    """int64 (N,), on the device: their places in their samples."""
+    begins: torch.Tensor
+    """int32 (B + 1,), on the device: where each sample begins among the N tokens, and N."""
     _pieces: dict[tuple[int, ...], list[RealTokens | None]] = dataclasses.field(default_factory=dict)
     """By the samples of each piece: all layers cut a batch alike."""
+    _masks: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
+    """By memory and place in it: all layers are given the same masks, and again in backward."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> RealTokens | None:
         """The tokens to compute of samples of these lengths, in a batch as wide as ``width``; None where too little would be
         left out, or samples have no room for what is to be filled up."""
-        to_fill_up, computed = -sum(lengths) % _MULTIPLE, []
+        to_fill_up, counts = -sum(lengths) % _MULTIPLE, []
         for length in lengths:
             more = min(to_fill_up, width - length)
             to_fill_up -= more
-            computed.append(length + more)
-        if to_fill_up or sum(computed) >= (1 - _WORTH_LEAVING_OUT) * len(lengths) * width:
+            counts.append(length + more)
+        if to_fill_up or sum(counts) >= (1 - _WORTH_LEAVING_OUT) * len(lengths) * width:
             return None
-        places = torch.cat([torch.arange(row * width, row * width + count) for row, count in enumerate(computed)])
-        return cls(tuple(lengths), width, places.to(device, non_blocking=True))
+        return cls.of_counts(lengths, counts, width, device)
+
+    @classmethod
+    def of_counts(cls, lengths: Sequence[int], counts: Sequence[int], width: int, device: torch.device) -> RealTokens:
+        """The first ``counts`` tokens of each sample."""
+        columns = torch.cat([torch.arange(count) for count in counts])
+        rows = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        begins = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        on_device = (made.to(device, non_blocking=True) for made in (rows * width + columns, columns, begins))
+        return cls(tuple(lengths), tuple(counts), width, *on_device)
 
     @property
     def share(self) -> float:
@@ -70,11 +84,31 @@ class RealTokens:
             self._pieces[sizes] = [self.of(piece, self.width, self.index.device) for piece in cut]
         return self._pieces[sizes]
 
-    def run(self, part: Callable[[list[torch.Tensor]], torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """``part`` of tensors of shape (B, T, ...), called with (1, N, ...); what it returns as (B, T, ...) again."""
-        made = part([_Take.apply(tensor.flatten(0, 1), self.index)[None] for tensor in tensors])
+    def row(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The computed tokens of (B, T, ...) as (1, N, ...)."""
+        tokens = tensor.flatten(0, 1)
+        return (_Take.apply(tokens, self.index) if tensor.requires_grad else tokens.index_select(0, self.index))[None]
+
+    def batch(self, row: torch.Tensor) -> torch.Tensor:
+        """Of (1, N, ...) the batch (B, T, ...), with zeros for the tokens that weren't computed."""
         count = len(self.lengths) * self.width
-        return _Put.apply(made[0], self.index, count).unflatten(0, (len(self.lengths), self.width))
+        return _Put.apply(row[0], self.index, count).unflatten(0, (len(self.lengths), self.width))
+
+    def hides_padding_alone(self, mask: torch.Tensor) -> bool:
+        """Whether a mask (B or 1, 1, T, T), True or 0 where a token is seen, lets each real token see itself and all before
+        it. Waits for the device where it isn't known from an earlier layer. Of a mask without data that is taken for granted."""
+        if isinstance(mask, FakeTensor) or mask.is_meta:
+            return True
+        known = self._masks.setdefault(mask.untyped_storage(), {})
+        place = (mask.storage_offset(), mask.shape, mask.stride(), mask._version)
+        if place not in known:
+            expected = torch.ones(self.width, self.width, dtype=torch.bool, device=mask.device).tril()
+            differs = torch.zeros((), dtype=torch.bool, device=mask.device)
+            for sample, count in zip(mask.expand(len(self.lengths), -1, -1, -1), self.lengths, strict=True):
+                seen = sample[0, :count]
+                differs |= ((seen if seen.dtype is torch.bool else seen == 0) != expected[:count]).any()
+            known[place] = not bool(differs)
+        return known[place]
 
     def labelled(self, hidden: torch.Tensor, target: torch.Tensor, ignored: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of ``hidden`` (B x T, D) and ``target`` (B x T,) that have a label, if any has. Waits for the device."""

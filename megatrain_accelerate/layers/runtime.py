@@ -251,9 +251,8 @@ class StreamingRuntime:
         slot = self.prefetcher.acquire(layer, self.passes.after_forward(tape, position, False))
         try:
             self.passes.wait_for_head(layer)
-            tiles = layer.tiles.at_work(args, kwargs, self.calls.real)
-            with without_graph, layer.bound(slot.views(layer.unit.layout)), tiles:
-                return layer.forward(*args, **kwargs)
+            with without_graph, layer.bound(slot.views(layer.unit.layout)):
+                return layer.run(args, kwargs, self.calls.real)
         finally:
             self.prefetcher.release(slot)
 

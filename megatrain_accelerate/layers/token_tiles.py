@@ -27,15 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from megatrain_accelerate.hooks import ModelHook, has_hooks_inside
 from megatrain_accelerate.layers.ambient_state import autocast_again, parameters_as, random_numbers_put_back
 from megatrain_accelerate.layers.nested_tensors import taken_apart, tensors_in
-from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.proxy import is_proxy
 
 AUTO_TILE_TOKENS = 8192
 """Tokens of a tile that the plan chooses: products of as many rows run at full speed, and the widest tensors of a layer of
 several billion parameters take a few hundred MiB."""
-
-LARGE_PART = 8 * 2**20
-"""Numbers in a part's matrices from which on it leaves padding out (:mod:`.padding`)."""
 
 verdicts: dict[Hashable, str | None] = {}
 """Why modules run whole, or None; of all engines of the process, by kind of module."""
@@ -57,17 +53,14 @@ _TOLERANCE = 0.02
 _WORTH_TILING = 2.5
 """What a part makes on its way, in sizes of its output, below which its tiles would save nothing: a product is 1, with a
 bias 2 at most."""
-_MAKES_LITTLE = "it makes little besides its output"
-"""Why a part that treats every token alone isn't to run by tiles."""
-
 _Tile = TypeVar("_Tile")
 _runs_few = False
 _times = 1
 
 
-def _is_plain(argument: Any) -> bool:
+def is_plain(argument: Any) -> bool:
     """Whether an argument has no tokens and nothing that a part could write into."""
-    return isinstance(argument, _PLAIN) or (isinstance(argument, tuple) and all(map(_is_plain, argument)))
+    return isinstance(argument, _PLAIN) or (isinstance(argument, tuple) and all(map(is_plain, argument)))
 
 
 @contextlib.contextmanager
@@ -115,9 +108,6 @@ class TokenTiles:
         self.tile_tokens = 0
         """Tokens of a tile, those of all samples together; 0 for none. Set by the plan between steps."""
         self._parts = {part: name for name, part in parts}
-        self._large = [part for part in self._parts if sum(p.numel() for p in part.parameters() if p.dim() == 2) >= LARGE_PART]
-        self._leaves_padding_out: dict[Hashable, bool] = {}
-        """By part, and what may change of it or its call from one step to the next."""
         self.found: dict[str, str | None] = {}
         """Why what was called with one row a token so far ran whole, by name; None for what ran by tiles, whose own parts
         aren't among it."""
@@ -140,21 +130,16 @@ class TokenTiles:
     def tiled_names(self) -> list[str]:
         return [name for name, reason in self.found.items() if reason is None]
 
-    def at_work(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], real: RealTokens | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        """A call of the layer with these arguments runs in the body. Where nothing runs by tiles, large parts leave out what
-        isn't among the ``real`` tokens."""
+    def at_work(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+        """A call of the layer with these arguments runs in the body."""
         if self.tile_tokens and (shape := tokens_of(args, kwargs)) is not None:
-            return self._installed(functools.partial(self._run, shape), self._parts)
-        if real is not None and not self.tile_tokens and tokens_of(args, kwargs) == (len(real.lengths), real.width):
-            return self._installed(functools.partial(self._run_on, real), self._large)
+            return self._installed(functools.partial(self._run, shape))
         return contextlib.nullcontext()
 
     def at_work_anywhere(self) -> contextlib.AbstractContextManager[None]:
         """Parts that aren't in a layer run in the body; each is told by its own call how many tokens there are."""
         run = functools.partial(self._run, None)
-        return self._installed(run, self._parts) if self.tile_tokens else contextlib.nullcontext()
+        return self._installed(run) if self.tile_tokens else contextlib.nullcontext()
 
     def hooks_on(self, model: nn.Module) -> list[Any]:
         """Calls of the model have its parts at work from now on, but for trials past its hooks."""
@@ -172,8 +157,8 @@ class TokenTiles:
         ]
 
     @contextlib.contextmanager
-    def _installed(self, run: Callable[..., Any], parts: Iterable[nn.Module]) -> Iterator[None]:
-        own = {part: part.__dict__.get("forward") for part in parts}
+    def _installed(self, run: Callable[..., Any]) -> Iterator[None]:
+        own = {part: part.__dict__.get("forward") for part in self._parts}
         try:
             for part in own:
                 part.__dict__["forward"] = functools.partial(run, part, part.forward)
@@ -183,20 +168,6 @@ class TokenTiles:
                 part.__dict__.pop("forward", None)
                 if forward is not None:
                     part.__dict__["forward"] = forward
-
-    def _run_on(self, real: RealTokens, part: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        call = PartCall(part, forward, args, kwargs)
-        if call.token_dim((len(real.lengths), real.width)) != 1:
-            return forward(*args, **kwargs)
-        # A rate of dropout may have been set since, and hooks come and go.
-        rates = (getattr(child, "p", 0) for child in part.modules())
-        key = (part, part.training, torch.is_autocast_enabled(), has_hooks_inside(part), *rates)
-        if key not in self._leaves_padding_out:
-            self._leaves_padding_out[key] = self._reason_against(call, 1) in (None, _MAKES_LITTLE)
-            if self._leaves_padding_out[key]:
-                inside = {*part.modules()} - {part}
-                self._large = [other for other in self._large if other not in inside]
-        return real.run(call.run, call.tensors) if self._leaves_padding_out[key] else forward(*args, **kwargs)
 
     def _run(
         self, shape: tuple[int, int] | None, part: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -225,6 +196,20 @@ class TokenTiles:
             reason = verdicts[kind]
         self.found[self._parts[part]] = reason
         return reason
+
+
+def code_of(module: nn.Module) -> Hashable:
+    """Equal for modules of the same code, plain attributes and shapes of weights."""
+    parts = []
+    for child in module.modules():
+        plain = [
+            (name, value if isinstance(value, (bool, int, float, str)) else getattr(value, "__qualname__", ""))
+            for name, value in sorted(child.__dict__.items())
+            if isinstance(value, (bool, int, float, str)) or callable(value)
+        ]
+        shapes = [(name, tuple(p.shape), p.dtype) for name, p in child._parameters.items() if p is not None]
+        parts.append((type(child), tuple(plain), tuple(shapes), tuple(child._modules)))
+    return tuple(parts)
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
@@ -256,7 +241,7 @@ class PartCall:
         it, or the part could write into an argument, a list say."""
         found = {self._dim_of(tensor, shape) for tensor in self.tensors}
         args, kwargs = self._rest
-        return found.pop() if len(found) == 1 and all(map(_is_plain, (*args, *kwargs.values()))) else None
+        return found.pop() if len(found) == 1 and all(map(is_plain, (*args, *kwargs.values()))) else None
 
     @staticmethod
     def _dim_of(tensor: torch.Tensor, shape: tuple[int, int]) -> int | None:
@@ -271,17 +256,8 @@ class PartCall:
     def kind(self, dim: int) -> Hashable:
         """What two calls must share to be judged once: the part's code, weights' shapes and plain attributes, and how it is
         called, but for the number of tokens along ``dim``."""
-        parts = []
-        for child in self.part.modules():
-            plain = [
-                (name, value if isinstance(value, (bool, int, float, str)) else getattr(value, "__qualname__", ""))
-                for name, value in sorted(child.__dict__.items())
-                if isinstance(value, (bool, int, float, str)) or callable(value)
-            ]
-            shapes = [(name, tuple(p.shape), p.dtype) for name, p in child._parameters.items() if p is not None]
-            parts.append((type(child), tuple(plain), tuple(shapes), tuple(child._modules)))
         tensors = tuple(((*t.shape[1:dim], *t.shape[dim + 1 :]), t.dtype, t.device.type) for t in self.tensors)
-        return (tuple(parts), dim, tensors, repr(self._rest), torch.is_autocast_enabled())
+        return (code_of(self.part), dim, tensors, repr(self._rest), torch.is_autocast_enabled())
 
     def starts(self, like: torch.Tensor) -> Iterator[int]:
         """Where each tile of tensors as long as ``like`` begins."""
@@ -360,23 +336,40 @@ class _TiledFunction(torch.autograd.Function):
 def examine(call: PartCall, dim: int) -> str | None:
     """Tries a part on a few made-up tokens along ``dim``; returns why it isn't to run by tiles, else None.
 
-    A constant replaces its weights, random generators stay as they are, and no mode sees it. Of the tensors of the ``call``
-    only shapes, dtypes and the device count.
+    Of the tensors of the ``call`` only shapes, dtypes and the device count.
     """
-    if any(True for _ in call.part.buffers()):
-        return "it has buffers"
-    device = call.tensors[0].device
+
+    def tried(device: torch.device) -> str | None:
+        return _examine(call.run, [_made_up(example, dim, device) for example in call.tensors], dim)
+
+    has_buffers = any(True for _ in call.part.buffers())  # statistics, say
+    return "it has buffers" if has_buffers else tried_out(call.part, call.tensors[0].device, tried)
+
+
+def tried_out(module: nn.Module, device: torch.device, trial: Callable[[torch.device], str | None]) -> str | None:
+    """Calls ``trial`` with the device to try a module on, which has constants in the place of weights and buffers meanwhile.
+    Random generators stay as they are, and no mode sees it. Returns what it returns, or why the module can't be tried out."""
     if device.type == "cuda" and not torch.cuda.is_available():
         device = torch.device("cpu")
+    stores = [store for child in module.modules() for store in (child._parameters, child._buffers)]
+    before = [dict(store) for store in stores]
     # A part that draws random numbers draws them here too: the forward that asks must find them again in its recompute.
     with random_numbers_put_back(device), _disable_current_modes(), torch.no_grad():
         try:
-            weights = [p for owner, name in call.places if (p := owner._parameters[name]) is not None]
-            constants = [torch.full((), _WEIGHT, dtype=p.dtype, device=device).expand(p.shape) for p in weights]
-            with parameters_as(call.places, constants):
-                return _examine(call.run, [_made_up(example, dim, device) for example in call.tensors], dim)
+            for store, held in zip(stores, before, strict=True):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        number = _WEIGHT if tensor.is_floating_point() else 1
+                        # One number stands for a matrix; kernels for all experts want the memory of one.
+                        shape = (1, *tensor.shape[1:]) if tensor.dim() > 2 else ()
+                        store[name] = torch.full(shape, number, dtype=tensor.dtype, device=device).expand(tensor.shape)
+            return trial(device)
         except Exception as error:  # it can't be run so, whatever its reason
             return f"it can't be tried out ({type(error).__name__}: {str(error)[:80]})"
+        finally:
+            for store, held in zip(stores, before, strict=True):
+                store.clear()
+                store.update(held)
 
 
 def _examine(call: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor], dim: int) -> str | None:
@@ -406,7 +399,7 @@ def _examine(call: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tenso
     if float((alone - expected).abs().max()) > _TOLERANCE * float(expected.abs().max()):
         return "a token's output depends on its place"
     if watch.made_bytes < _WORTH_TILING * whole.nbytes:
-        return _MAKES_LITTLE
+        return "it makes little besides its output"
     return None
 
 

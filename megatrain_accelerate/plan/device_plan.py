@@ -463,7 +463,8 @@ class DevicePlan:
             pass_flops = 3 * sum(outline.profiles[call.kind].forward.flops for call in outline.forward_calls)
             saved_seconds = steps * self.micro_batches * _SAVED_SHARE * pass_flops / _EAGER_FLOPS
             real = self._runtime.calls.real  # which compiled layers don't tell from padding
-            saves_more = real is None or 1 - real.share < _SAVED_SHARE
+            leaves_out = any(layer.unpadded.leaves_padding_out for layer in self._runtime.layers)
+            saves_more = real is None or not leaves_out or 1 - real.share < _SAVED_SHARE
             compiled.pays = saves_more and saved_seconds >= COMPILE_SECONDS * len(outline.profiles)
             # Whether micro-batches are joined is decided once, by the times of layers as they will run.
             is_plain = self.micro_batches == 1 and self._runtime.batch_cut.asked is None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
@@ -126,6 +126,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 _SOFTMAX_BACKWARD, _FLEX = "_softmax_backward_data", "flex_attention"
+_ATTENTION, _SAMPLES = ("_scaled_dot_product", "_flash_attention"), "_flash_attention"
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -139,7 +140,7 @@ def workspace_bytes(name: str, made: Sequence[torch.Tensor]) -> int:
     """
     if name.startswith(_SOFTMAX_BACKWARD):
         return made[0].nbytes
-    if not (name.startswith("_scaled_dot_product") and "backward" in name) or made[0].element_size() != 2:
+    if not (name.startswith(_ATTENTION) and "backward" in name) or made[0].element_size() != 2:
         return 0
     query, key, value = made[:3]
     groups = query.shape[1] // max(1, key.shape[1])
@@ -170,6 +171,12 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
     if name.startswith(_CPU_ATTENTION) and runs_on_gpu(args[0]):  # stands for a GPU's; a causal one skips half of the pairs
         is_causal = any(argument is True for argument in [*args, *kwargs.values()])
         return (attention_flops(name, args) or 0.0) * (0.5 if is_causal else 1.0)
+    if name.startswith(_SAMPLES) and (begins := args[6 if "backward" in name else 3]) is not None:
+        query, key = args[1:3] if "backward" in name else args[:2]
+        with _disable_current_modes():
+            lengths = begins.diff().double()
+            pairs = float(lengths.square().sum()) / 2  # causal
+        return 2.0 * (5 if "backward" in name else 2) * pairs * query.shape[1] * key.shape[2]
     if count is None and not name.startswith(_FLEX):
         return None
     if count is not None:

@@ -1,4 +1,4 @@
-"""Padding on a GPU: large parts leave it out, the plan counts what is left, and attention's kernels suit any length."""
+"""Padding on a GPU: layers leave it out, the plan counts what is left, and attention's kernels suit any length."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def batch(lengths: Sequence[int], width: int) -> dict[str, torch.Tensor]:
 )
 def test_gradients_are_those_of_all_tokens(settings: dict[str, int | None], monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    run = RealTokens.run
-    monkeypatch.setattr(RealTokens, "run", lambda self, *given: (rows.append(len(self.index)), run(self, *given))[1])
+    put_back = RealTokens.batch
+    monkeypatch.setattr(RealTokens, "batch", lambda self, row: (rows.append(len(self.index)), put_back(self, row))[1])
     model = tiny_model(num_hidden_layers=3, **SHAPE).to(torch.bfloat16).train()
     plain = copy.deepcopy(model).cuda()
     engine = attach(model, device="cuda", compile_layers=False, **settings)

@@ -1,9 +1,8 @@
-"""Padding that large parts of the layers and the loss leave out: when, and that nothing else changes."""
+"""Padding that layers and the loss leave out: when, and that nothing else changes."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from engine_runs import attach
 from plain_torch import tiny_model
 from torch import nn
 
-from megatrain_accelerate.layers import token_tiles
 from megatrain_accelerate.layers.padding import RealTokens, may_leave_padding_out, real_tokens
 from megatrain_accelerate.loss import tiled_cross_entropy
 from megatrain_accelerate.plan.device_plan import LIBRARY_WORKSPACE_BYTES
@@ -34,20 +32,16 @@ def batch(lengths: tuple[int, ...] = LENGTHS, left: bool = False) -> dict[str, t
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of small models' parts, too; how many tokens each part computed that left padding out."""
+    """How many tokens each call of a layer computed that left padding out."""
     computed: list[int] = []
-    run = RealTokens.run
+    put_back = RealTokens.batch
 
-    def noting(self: RealTokens, part: Callable[[list[torch.Tensor]], torch.Tensor], tensors: Any) -> torch.Tensor:
-        def counted(given: list[torch.Tensor]) -> torch.Tensor:
-            computed.append(given[0].shape[1])
-            return part(given)
+    def noting(self: RealTokens, row: torch.Tensor) -> torch.Tensor:
+        computed.append(row.shape[1])
+        return put_back(self, row)
 
-        return run(self, counted, tensors)
-
-    monkeypatch.setattr(token_tiles, "LARGE_PART", 1000)
+    monkeypatch.setattr(RealTokens, "batch", noting)
     monkeypatch.setattr(tiled_cross_entropy, "STRIP_BYTES", 2**14)
-    monkeypatch.setattr(RealTokens, "run", noting)
     return computed
 
 
@@ -105,25 +99,54 @@ def test_a_batch_with_little_padding_is_computed_as_it_is(rows: list[int]) -> No
     engine.close()
 
 
-def test_a_part_that_draws_random_numbers_computes_all_tokens(rows: list[int]) -> None:
-    class Dropping(nn.Module):
-        def __init__(self, mlp: nn.Module) -> None:
-            super().__init__()
-            self.mlp, self.dropout = mlp, nn.Dropout(0.5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.dropout(self.mlp(x))
-
+def test_a_layer_that_draws_random_numbers_computes_all_tokens_and_drops_the_same(rows: list[int]) -> None:
     model = tiny_model().train()
-    for layer in model.model.layers:
-        layer.mlp = Dropping(layer.mlp)
+    for layer in model.model.layers[1:]:
+        layer.mlp = nn.Sequential(layer.mlp, nn.Dropout(0.5))
     plain = copy.deepcopy(model)
     engine = attach(model, bf16=False, kept_layers=0)
     torch.manual_seed(1)
     expected = gradients(plain, batch())
     torch.manual_seed(1)
-    assert_close(gradients(model, batch()), expected)  # the same elements are dropped
-    assert rows  # of the MLP within, and of projections
+    assert_close(gradients(model, batch()), expected)
+    assert [layer.unpadded.leaves_padding_out for layer in engine.runtime.layers] == [True, False, False, False]
+    for layer in model.model.layers[1:]:
+        layer.mlp[1].p = 0.0
+    gradients(model, batch())
+    assert all(layer.unpadded.leaves_padding_out for layer in engine.runtime.layers)
+    engine.close()
+
+
+def test_a_mask_that_hides_more_than_padding_has_all_tokens_computed(rows: list[int]) -> None:
+
+    model = tiny_model().train()
+    plain = copy.deepcopy(model)
+    engine = attach(model, bf16=False, kept_layers=0)
+    def forgets(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        mask = kwargs["attention_mask"]
+        first = torch.zeros(WIDTH, WIDTH, dtype=torch.bool)
+        first[2:, 0] = True
+        return args, {**kwargs, "attention_mask": mask & ~first}
+
+    for one in (model, plain):
+        one.model.layers[2].register_forward_pre_hook(forgets, with_kwargs=True)
+    assert_close(gradients(model, batch()), gradients(plain, batch()))
+    assert [layer.unpadded.leaves_padding_out for layer in engine.runtime.layers] == [True, True, False, True]
+    engine.close()
+
+
+def test_a_hook_inside_a_layer_sees_the_batch() -> None:
+    model = tiny_model().train()
+    engine = attach(model, bf16=False, kept_layers=4)
+    seen: list[tuple[int, ...]] = []
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
+    gradients(model, batch())
+    assert set(seen) == {(5, WIDTH, model.config.hidden_size)}
+    handle.remove()
+    gradients(model, batch())
+    assert model.model.layers[1].mlp is not None
+    assert len(seen) == 1
+    assert all(layer.unpadded.leaves_padding_out for layer in engine.runtime.layers)
     engine.close()
 
 

@@ -1,0 +1,269 @@
+"""A layer's call on a batch's real tokens alone: nothing of the layer computes padding.
+
+The tokens of all samples stand behind one another, as one row (1, N, ...) instead of (B, T, ...), and each sample attends to
+itself alone. Flash attention takes such rows together with where their samples begin (Dao, arXiv 2307.08691). BERT was trained
+so (Zeng et al., arXiv 2208.08124), and transformers does it in the data collator (``DataCollatorWithFlattening``); here model,
+script and batch know nothing of it, since each layer takes the batch apart and puts it together again.
+
+Which layers can is tried out on two made-up samples, so that no model has to be known by name. A token that isn't a number
+spoils whatever is computed from it: if one sample's tokens are none, the other's results must still be numbers, and they must
+be those of the sample alone. So a layer that mixes tokens by other means than torch's attention (a convolution, a recurrence)
+computes padding, and so does one that draws random numbers.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.hooks import has_hooks_inside
+from megatrain_accelerate.layers.ambient_state import RandomState
+from megatrain_accelerate.layers.nested_tensors import taken_apart
+from megatrain_accelerate.layers.padding import RealTokens
+from megatrain_accelerate.layers.proxy import is_proxy
+from megatrain_accelerate.layers.token_tiles import code_of, is_plain, tried_out
+
+_LENGTHS = (3, 5)
+"""Tokens of the samples of a trial."""
+_TOLERANCE = 0.02
+"""Between a sample alone and beside another, relative to the largest: kernels for other sizes round otherwise, bf16 by 0.4%."""
+_HALVES = (torch.float16, torch.bfloat16)
+_LARGEST_HEAD = 256
+"""Numbers in a head that flash attention takes; and only multiples of 8."""
+
+verdicts: dict[Hashable, str | None] = {}
+"""Why layers compute padding, or None; of all engines of the process, by kind of layer and of call."""
+
+
+class _Role(enum.Enum):
+    """What a tensor among a layer's arguments has along its first dimensions, for B samples of T tokens."""
+
+    TOKENS = "B, T"
+    COLUMNS = "1, T"
+    COLUMN = "T"
+    MASK = "B or 1, 1, T, T"
+    NUMBER = ""
+
+
+class UnpaddedLayer:
+    """How a layer of the model is called with real tokens alone, if it can be."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._found: dict[Hashable, str | None] = {}
+        """As :data:`verdicts`, by what may change of the layer or its call from one step to the next."""
+        self.leaves_padding_out = False
+        """Whether the last call of a batch with padding did."""
+
+    def arguments(
+        self, real: RealTokens, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Those of a call of the layer's ``forward`` on one row of the ``real`` tokens; None where it computes padding."""
+        tensors, put_together = taken_apart((args, kwargs))
+        roles = [_role(tensor, real) for tensor in tensors]
+        self.leaves_padding_out = self._can(real, tensors, roles, put_together, forward)
+        if not self.leaves_padding_out:
+            return None
+        row = [_in_a_row(tensor, role, real) for tensor, role in zip(tensors, roles, strict=True)]
+        found: tuple[tuple[Any, ...], dict[str, Any]] = put_together(row)
+        return found
+
+    def _can(
+        self,
+        real: RealTokens,
+        tensors: Sequence[torch.Tensor],
+        roles: Sequence[_Role | None],
+        put_together: Callable[[Any], Any],
+        forward: Callable[..., Any],
+    ) -> bool:
+        rest = put_together([...] * len(tensors))
+        if None in roles or not all(map(is_plain, (*rest[0], *rest[1].values()))):
+            return False
+        # A rate of dropout may have been set since, and hooks come and go.
+        modules = [(child.training, getattr(child, "p", 0)) for child in self._module.modules()]
+        key = (*roles, *modules, torch.is_autocast_enabled(), has_hooks_inside(self._module))
+        if key not in self._found:
+            self._found[key] = self._reason_against(key, rest, tensors, put_together, forward)
+        if self._found[key] is not None or self._window() < real.width:
+            return False
+        masks = (tensor for tensor, role in zip(tensors, roles, strict=True) if role is _Role.MASK)
+        return all(map(real.hides_padding_alone, masks))
+
+    def _window(self) -> float:
+        """The fewest tokens before it that a token sees, by the attribute that models of transformers have for it."""
+        windows = (getattr(child, "sliding_window", None) for child in self._module.modules())
+        return min((window for window in windows if isinstance(window, int)), default=float("inf"))
+
+    def _reason_against(
+        self,
+        key: Hashable,
+        rest: Any,
+        tensors: Sequence[torch.Tensor],
+        put_together: Callable[[Any], Any],
+        forward: Callable[..., Any],
+    ) -> str | None:
+        if has_hooks_inside(self._module):  # who watches modules within it should see a batch
+            return "hooks are registered inside it"
+        if any(is_proxy(child) for child in self._module.modules() if child is not self._module):
+            return "its experts stream in parts"  # a trial of theirs would be taken for a call of the layer's
+        shapes = tuple((tensor.shape[2:], tensor.dtype, tensor.device.type) for tensor in tensors)
+        kind = (key, code_of(self._module), shapes, repr(rest))
+        if kind not in verdicts:
+
+            def tried(device: torch.device) -> str | None:
+                return _examine(key[: len(tensors)], tensors, put_together, forward, device)  # type: ignore[index]
+
+            verdicts[kind] = tried_out(self._module, tensors[0].device, tried)
+        return verdicts[kind]
+
+
+def _role(tensor: torch.Tensor, real: RealTokens) -> _Role | None:
+    """None for a tensor of which it isn't certain."""
+    samples, width, shape = len(real.lengths), real.width, tuple(tensor.shape)
+    if not shape:
+        return _Role.NUMBER
+    if shape[2:] == (width, width):
+        return _Role.MASK if shape[:2] in ((samples, 1), (1, 1)) else None
+    if shape[:2] == (samples, width):
+        return _Role.TOKENS
+    if shape[:2] == (1, width):
+        return _Role.COLUMNS
+    return _Role.COLUMN if shape == (width,) != (samples,) else None
+
+
+def _in_a_row(tensor: torch.Tensor, role: _Role | None, real: RealTokens) -> torch.Tensor | None:
+    if role is _Role.TOKENS:
+        return real.row(tensor)
+    if role is _Role.COLUMNS or role is _Role.COLUMN:
+        return tensor.index_select(1 if role is _Role.COLUMNS else 0, real.columns)
+    return tensor if role is _Role.NUMBER else None
+
+
+class SampleAttention(TorchFunctionMode):
+    """Attention in the body is to the samples of one row of ``real`` tokens, each to itself. Raises an ``UnsupportedError`` for
+    another attention than a causal one without a mask."""
+
+    def __init__(self, real: RealTokens) -> None:
+        super().__init__()
+        self._real = real
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return self._attend(*args, **kwargs) if func is scaled_dot_product_attention else func(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Of queries (1, heads, N, head size) to keys and values (1, heads or fewer, N, head size)."""
+        real, count = self._real, len(self._real.index)
+        if attn_mask is not None or not is_causal or any((len(t), t.shape[2]) != (1, count) for t in (query, key, value)):
+            raise UnsupportedError("attention to other tokens than those of one causal sample can't leave padding out")
+        if torch.is_autocast_enabled(query.device.type):
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        size = query.shape[3]
+        suits = size % 8 == 0 and size <= _LARGEST_HEAD and key.shape[3] == value.shape[3] == size
+        if query.is_cuda and query.dtype in _HALVES and suits and torch.cuda.get_device_capability(query.device) >= (8, 0):
+            by_token = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+            longest = max(real.counts)
+            # As ``torch.nn.attention.varlen`` of newer versions of torch does it.
+            made = torch.ops.aten._flash_attention_forward(
+                *by_token, real.begins, real.begins, longest, longest, dropout_p, True, False, scale=scale
+            )
+            attended: torch.Tensor = made[0].transpose(0, 1)[None]
+            return attended
+        ends = itertools.accumulate(real.counts)
+        samples = [slice(end - length, end) for end, length in zip(ends, real.counts, strict=True) if length]
+        each = [
+            scaled_dot_product_attention(
+                *(tensor[:, :, tokens] for tensor in (query, key, value)),
+                dropout_p=dropout_p,
+                is_causal=True,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+            for tokens in samples
+        ]
+        return torch.cat(each, dim=2)
+
+
+def _examine(
+    roles: Sequence[_Role | None],
+    tensors: Sequence[torch.Tensor],
+    put_together: Callable[[Any], Any],
+    forward: Callable[..., Any],
+    device: torch.device,
+) -> str | None:
+    """Tries a layer on one row of two made-up samples, and on one of them alone."""
+    first, second = _LENGTHS
+    real = RealTokens.of_counts(_LENGTHS, _LENGTHS, second, device)
+    row = [_made_up(tensor, role, device) for tensor, role in zip(tensors, roles, strict=True)]
+
+    def run(given: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        args, kwargs = put_together(given)
+        return taken_apart(forward(*args, **kwargs))[0]
+
+    def spoilt(tokens: slice) -> list[torch.Tensor | None]:
+        return [_spoilt(tensor, role, tokens) for tensor, role in zip(row, roles, strict=True)]
+
+    generators = RandomState(device)
+    with SampleAttention(real):
+        whole = run(row)
+        if generators.has_advanced():
+            return "it draws random numbers"
+        beside = [made[:, first:] for made in run(spoilt(slice(0, first)))]
+        before = [made[:, :first] for made in run(spoilt(slice(first, None)))]
+    if not whole or any(made.shape[:2] != (1, first + second) or not made.is_floating_point() for made in whole):
+        return "it returns other than one row for each token"
+    if not all(bool(made.isfinite().all()) for made in (*whole, *beside, *before)):
+        return "a sample's results depend on other samples"
+    alone = run([_cut(tensor, role, slice(first, None)) for tensor, role in zip(row, roles, strict=True)])
+    for made, expected in zip(whole, alone, strict=True):
+        difference = (made[:, first:] - expected).abs().max()
+        if float(difference) > _TOLERANCE * float(expected.abs().max()):
+            return "a sample's results depend on its place"
+    return None
+
+
+def _made_up(tensor: torch.Tensor, role: _Role | None, device: torch.device) -> torch.Tensor | None:
+    """Of the samples of a trial, in one row."""
+    if role is _Role.MASK:
+        return None
+    if role is _Role.NUMBER:
+        return torch.ones((), dtype=tensor.dtype, device=device)
+    shape = (sum(_LENGTHS),) if role is _Role.COLUMN else (1, sum(_LENGTHS), *tensor.shape[2:])
+    if tensor.is_floating_point():
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, tensor.dtype)
+    places = torch.cat([torch.arange(length) for length in _LENGTHS])
+    return places.reshape(*shape[:2], *(1 for _ in shape[2:])).expand(shape).to(device, tensor.dtype)
+
+
+def _spoilt(tensor: torch.Tensor | None, role: _Role | None, tokens: slice) -> torch.Tensor | None:
+    if tensor is None or role is _Role.NUMBER or not tensor.is_floating_point():
+        return tensor
+    found = tensor.clone()
+    _cut(found, role, tokens).fill_(float("nan"))  # type: ignore[union-attr]
+    return found
+
+
+def _cut(tensor: torch.Tensor | None, role: _Role | None, tokens: slice) -> torch.Tensor | None:
+    """Some tokens of a row."""
+    if tensor is None or role is _Role.NUMBER:
+        return tensor
+    return tensor[tokens] if role is _Role.COLUMN else tensor[:, tokens]
