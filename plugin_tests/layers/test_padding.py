@@ -67,6 +67,7 @@ def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
         {"kept_layers": 0, "micro_batch_size": 2},
         {"kept_layers": 0, "kept_attention": 4},
         {"kept_layers": 0, "tiled_loss": False},
+        {"kept_layers": 0, "token_tile": 64},
     ],
     ids=lambda settings: "-".join(f"{key}_{value}" for key, value in settings.items()),
 )
