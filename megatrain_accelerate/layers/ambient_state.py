@@ -80,7 +80,6 @@ class RandomState:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
 
-
     def has_advanced(self) -> bool:
         """Whether a number was drawn since, but for NumPy's."""
         now = RandomState(self._device)

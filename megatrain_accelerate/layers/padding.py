@@ -96,7 +96,7 @@ class RealTokens:
 
     def hides_padding_alone(self, mask: torch.Tensor) -> bool:
         """Whether a mask (B or 1, 1, T, T), True or 0 where a token is seen, lets each real token see itself and all before
-        it. Waits for the device where it isn't known from an earlier layer. Of a mask without data that is taken for granted."""
+        it. Waits for the device where it isn't known from an earlier layer. A mask without data is taken for such a one."""
         if isinstance(mask, FakeTensor) or mask.is_meta:
             return True
         known = self._masks.setdefault(mask.untyped_storage(), {})

@@ -34,7 +34,7 @@ from megatrain_accelerate.layers.token_tiles import code_of, is_plain, tried_out
 _LENGTHS = (3, 5)
 """Tokens of the samples of a trial."""
 _TOLERANCE = 0.02
-"""Between a sample alone and beside another, relative to the largest: kernels for other sizes round otherwise, bf16 by 0.4%."""
+"""Between a sample alone and beside another, relative to the largest: other kernels round otherwise, in bf16 by 0.4%."""
 _HALVES = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD = 256
 """Numbers in a head that flash attention takes; and only multiples of 8."""
@@ -148,8 +148,8 @@ def _in_a_row(tensor: torch.Tensor, role: _Role | None, real: RealTokens) -> tor
 
 
 class SampleAttention(TorchFunctionMode):
-    """Attention in the body is to the samples of one row of ``real`` tokens, each to itself. Raises an ``UnsupportedError`` for
-    another attention than a causal one without a mask."""
+    """Attention in the body is within the samples of one row of ``real`` tokens. Raises an ``UnsupportedError`` for another
+    attention than a causal one without a mask."""
 
     def __init__(self, real: RealTokens) -> None:
         super().__init__()

@@ -123,6 +123,7 @@ def test_a_mask_that_hides_more_than_padding_has_all_tokens_computed(rows: list[
     model = tiny_model().train()
     plain = copy.deepcopy(model)
     engine = attach(model, bf16=False, kept_layers=0)
+
     def forgets(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         mask = kwargs["attention_mask"]
         first = torch.zeros(WIDTH, WIDTH, dtype=torch.bool)
