@@ -66,8 +66,8 @@ class RealTokens:
         columns = torch.cat([torch.arange(count) for count in counts])
         rows = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         begins = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
-        on_device = (made.to(device, non_blocking=True) for made in (rows * width + columns, columns, begins))
-        return cls(tuple(lengths), tuple(counts), width, *on_device)
+        index, columns, begins = (t.to(device, non_blocking=True) for t in (rows * width + columns, columns, begins))
+        return cls(tuple(lengths), tuple(counts), width, index, columns, begins)
 
     @property
     def share(self) -> float:

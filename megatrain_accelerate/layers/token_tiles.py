@@ -351,7 +351,7 @@ def tried_out(module: nn.Module, device: torch.device, trial: Callable[[torch.de
     Random generators stay as they are, and no mode sees it. Returns what it returns, or why the module can't be tried out."""
     if device.type == "cuda" and not torch.cuda.is_available():
         device = torch.device("cpu")
-    stores = [store for child in module.modules() for store in (child._parameters, child._buffers)]
+    stores: list[dict[str, Any]] = [store for child in module.modules() for store in (child._parameters, child._buffers)]
     before = [dict(store) for store in stores]
     # A part that draws random numbers draws them here too: the forward that asks must find them again in its recompute.
     with random_numbers_put_back(device), _disable_current_modes(), torch.no_grad():

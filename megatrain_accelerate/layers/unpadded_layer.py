@@ -188,18 +188,11 @@ class SampleAttention(TorchFunctionMode):
             )
             attended: torch.Tensor = made[0].transpose(0, 1)[None]
             return attended
-        ends = itertools.accumulate(real.counts)
-        samples = [slice(end - length, end) for end, length in zip(ends, real.counts, strict=True) if length]
-        each = [
-            scaled_dot_product_attention(
-                *(tensor[:, :, tokens] for tensor in (query, key, value)),
-                dropout_p=dropout_p,
-                is_causal=True,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
-            for tokens in samples
-        ]
+        each = []
+        for begin, end in itertools.pairwise(itertools.accumulate(real.counts, initial=0)):
+            q, k, v = (tensor[:, :, begin:end] for tensor in (query, key, value))
+            if begin < end:
+                each.append(scaled_dot_product_attention(q, k, v, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa))
         return torch.cat(each, dim=2)
 
 
