@@ -8,6 +8,7 @@ import functools
 import logging
 import math
 import sys
+import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
@@ -96,7 +97,8 @@ class DevicePlan:
         """The smallest of several ranks', while they plan together."""
         self._exchange_bytes = math.inf
         """Of gradients that several ranks exchange a second."""
-        self._leaves_cudnn_out = False
+        self._cudnn_again: weakref.finalize[[bool], DevicePlan] | None = None
+        """While attention runs without cuDNN, what gives it back: at the latest when the plan goes with its model."""
         self._is_displaced = False
         """Whether an evaluation needed the room of what lives on the device."""
         self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights)
@@ -322,9 +324,12 @@ class DevicePlan:
 
     def _use_cudnn(self, is_used: bool) -> None:
         """Whether attention may run in cuDNN; where that was switched off by somebody else it stays off."""
-        if is_used == self._leaves_cudnn_out and (is_used or torch.backends.cuda.cudnn_sdp_enabled()):
-            torch.backends.cuda.enable_cudnn_sdp(is_used)
-            self._leaves_cudnn_out = not is_used
+        if is_used and self._cudnn_again is not None:
+            self._cudnn_again()
+            self._cudnn_again = None
+        elif not is_used and self._cudnn_again is None and torch.backends.cuda.cudnn_sdp_enabled():
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            self._cudnn_again = weakref.finalize(self, torch.backends.cuda.enable_cudnn_sdp, True)
 
     def end(self) -> None:
         """No step follows: attention runs as before the first."""

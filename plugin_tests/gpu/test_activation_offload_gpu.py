@@ -158,6 +158,6 @@ def test_a_step_synchronises_nothing_pins_nothing_and_does_not_grow(
         sizes.append(pool.size_bytes)
     assert len(set(allocated[2:])) == 1
     assert len(set(sizes)) == 1
-    assert pool.take(1).parts[0].is_pinned()
+    assert pool.take(1)[0].is_pinned()
     monkeypatch.undo()
     engine.close()

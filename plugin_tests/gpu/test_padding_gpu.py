@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Sequence
 
 import pytest
@@ -81,3 +82,14 @@ def test_a_step_of_padded_batches_takes_the_memory_that_was_predicted() -> None:
     peak, predicted = torch.cuda.max_memory_allocated(), engine.device_plan.made.predicted_bytes
     assert 0.9 * predicted < peak < 1.02 * predicted
     engine.close()
+
+
+def test_attention_may_run_in_cudnn_again_when_the_model_is_gone() -> None:
+    model = tiny_model(num_hidden_layers=2, **SHAPE).to(torch.bfloat16).train()
+    engine = attach(model, device="cuda", compile_layers=False)
+    for lengths, width in (((512, 200), 512), ((100, 300), 300)):
+        model(**batch(lengths, width)).loss.backward()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    del model, engine
+    gc.collect()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
