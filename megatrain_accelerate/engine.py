@@ -374,10 +374,10 @@ class Engine:
             self.runtime.refresh_if_written()
             self._shared_store.is_loading = False
         if self.training and model.training:
-            began = time.perf_counter()
             inputs = by_name(model, args, kwargs)
-            if self._leaves_padding_out and not self.runtime.compiled.is_chosen:
+            if self._leaves_padding_out:
                 self.runtime.calls.real = real_tokens(inputs)
+            began = time.perf_counter()
             self.device_plan.follow(model, inputs)
             self.runtime.meter.counters.plan_seconds += time.perf_counter() - began
             self.runtime.offloader.make_places(self.runtime.units)  # of what the plan leaves on the host

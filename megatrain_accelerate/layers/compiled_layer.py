@@ -40,7 +40,9 @@ from megatrain_accelerate.layers.attention_results import drop_rate
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.nested_tensors import tensors_in
 from megatrain_accelerate.layers.output_recorder import Captures, take_handed_out
+from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.shared_mappings import takes_mappings
+from megatrain_accelerate.layers.unpadded_layer import attend_within_samples, causal_attention
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +123,11 @@ class _Kind:
         self.budgets: tuple[MemoryBudget, ...] = ()
         """Of a kind that saves nothing: the distinct budgets that its layers could be compiled with."""
 
-        def run_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def run_layer(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], samples: tuple[torch.Tensor, ...]
+        ) -> Any:
             output = forward(module, *args, **kwargs)
-            return output, take_handed_out()
+            return output, take_handed_out(), _samples_of_a_row(*samples) if samples else None
 
         # Dynamo keeps graphs and their limit by code object, and what it learnt of dynamic sizes by name. Were the two shared,
         # the second kind's weights would have dynamic sizes.
@@ -187,46 +191,57 @@ class CompiledLayers:
             self._note_eager(type(layer.module).__name__, "hooks are registered inside it")
         return captures
 
-    def wants(self, layer: StreamedLayer) -> Captures | None:
-        """What hooks inside the layer take if this call should run compiled; None if it should run as it is."""
+    def wants(self, layer: StreamedLayer, row: RealTokens | None = None) -> Captures | None:
+        """What hooks inside the layer take if this call, on a ``row`` if there is one, should run compiled; None if it should
+        run as it is."""
         # Dynamo declines under a mode that watches operations (a FLOP counter), and it should see them all. Of a layer that
         # runs in tiles a compiled graph would hold all tokens at once.
         if torch._C._len_torch_dispatch_stack() > 0 or layer.tiles.tile_tokens:
             return None
         captures = self.suits(layer)
-        return None if captures is None or self._kind_of(layer, captures, memory_budget=1.0) is None else captures
+        return None if captures is None or self._kind_of(layer, captures, 1.0, row) is None else captures
 
-    def recomputes(self, layer: StreamedLayer, captures: Captures, memory_budget: float = 0.0) -> bool:
+    def recomputes(
+        self, layer: StreamedLayer, captures: Captures, memory_budget: float = 0.0, row: RealTokens | None = None
+    ) -> bool:
         """Whether a layer that :meth:`wants` approved can be compiled so that its backward computes activations again.
 
         Whether it draws random numbers shows when it is compiled: until then the answer is yes, and such a layer keeps the
         activations of that one call.
         """
-        kind = self._kind_of(layer, captures, memory_budget)
+        kind = self._kind_of(layer, captures, memory_budget, row)
         return kind is not None and not kind.is_random
 
-    def budgets(self, layer: StreamedLayer, captures: Captures) -> tuple[MemoryBudget, ...]:
+    def budgets(self, layer: StreamedLayer, captures: Captures, row: RealTokens | None = None) -> tuple[MemoryBudget, ...]:
         """The distinct budgets of a layer that was compiled with a budget of 0.0; empty if they aren't known."""
-        kind = self._kind_of(layer, captures, memory_budget=0.0)
+        kind = self._kind_of(layer, captures, 0.0, row)
         return () if kind is None or kind.is_random else kind.budgets
 
     def run(
-        self, layer: StreamedLayer, captures: Captures, args: tuple[Any, ...], kwargs: dict[str, Any], memory_budget: float
+        self,
+        layer: StreamedLayer,
+        captures: Captures,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        memory_budget: float,
+        row: RealTokens | None = None,
     ) -> Any:
         """Runs the layer's forward with the weights that are bound to it: compiled, or its own code if that fails.
 
         Called with gradients enabled, for a layer that :meth:`wants` approved, with the captures that it gave. The memory
-        budget is less than 1.0 for a layer that :meth:`recomputes` with it. Raises what the layer's own code raises.
+        budget is less than 1.0 for a layer that :meth:`recomputes` with it. The arguments are batches, or the tokens of
+        ``row``. Raises what the layer's own code raises.
         """
-        kind = self._kind_of(layer, captures, memory_budget)
+        kind = self._kind_of(layer, captures, memory_budget, row)
         if kind is None or takes_mappings(args, kwargs):
-            return layer.run(args, kwargs)
-        for tensor in tensors_in((args, kwargs)) if kind.sizes_vary else ():
+            return layer.run(args, kwargs, row)
+        samples = () if row is None else (row.begins, row.span)
+        for tensor in tensors_in((args, kwargs, samples)) if kind.sizes_vary else ():
             # Those that the layer's code ties to its weights are fixed again; a size of 1 or 0 always is.
             torch._dynamo.maybe_mark_dynamic(tensor, [index for index, size in enumerate(tensor.shape) if size > 1])
         try:
             with _run_settings(), captures.replaced():
-                output, recorded = kind.function(layer.module, args, kwargs)
+                output, recorded, *_ = kind.function(layer.module, args, kwargs, samples)
             output_recorder.enter(recorded)
             return output
         except Exception as error:
@@ -235,19 +250,20 @@ class CompiledLayers:
             reason = _in_one_line(error)
         # Dynamo has put back what a compilation drew of random numbers (``preserve_global_state`` in its convert_frame.py).
         # Wrong arguments fail in the compiler too. Then this call raises what the user should see, and nothing is given up.
-        output = layer.run(args, kwargs)
+        output = layer.run(args, kwargs, row)
         kind.gave_up = True
         self._note_eager(kind.name, reason)
         return output
 
-    def _kind_of(self, layer: StreamedLayer, captures: Captures, memory_budget: float) -> _Kind | None:
+    def _kind_of(self, layer: StreamedLayer, captures: Captures, memory_budget: float, row: RealTokens | None) -> _Kind | None:
         """The layer's kind; None if it runs as it is, which is said once."""
         forward = getattr(layer.forward, "__func__", None)
         name = type(layer.module).__name__
         if forward is None or getattr(layer.forward, "__self__", None) is not layer.module:
             self._note_eager(name, "its forward was replaced by something that isn't a method of it")
             return None
-        key = (forward, layer.unit.layout.key, captures.key, memory_budget, self.sizes_vary)
+        sizes_vary = self.sizes_vary or row is not None  # no two batches have as many tokens
+        key = (forward, layer.unit.layout.key, captures.key, row is not None, memory_budget, sizes_vary)
         kind = self._kinds.get(key)
         if kind is None:
             reason = _missing_in_torch()
@@ -256,7 +272,7 @@ class CompiledLayers:
             if reason is not None:
                 self._note_eager(name, reason)
                 return None
-            kind = self._kinds[key] = _Kind(forward, name, memory_budget, self.sizes_vary, self._compile)
+            kind = self._kinds[key] = _Kind(forward, name, memory_budget, sizes_vary, self._compile)
         return None if kind.gave_up else kind
 
     def _compile(self, kind: _Kind, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
@@ -277,6 +293,7 @@ class CompiledLayers:
         settings: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
         options: dict[str, Any] = {}
         if kind.sizes_vary:
+            _keep_attention_within_samples(graph)
             _pad_keys(graph)
         if self.backend != "inductor":
             kind.is_random = True
@@ -297,6 +314,24 @@ class CompiledLayers:
         with torch._functorch.config.patch(settings):
             compiled: Callable[..., Any] = torch._dynamo.lookup_backend(self.backend)(graph, inputs, **options)
         return compiled
+
+
+@torch.compiler.allow_in_graph
+def _samples_of_a_row(begins: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
+    """Makes both inputs of a graph: what the layer's own code doesn't read is none."""
+    return begins.clone()
+
+
+def _keep_attention_within_samples(graph: torch.fx.GraphModule) -> None:
+    """In the graph of a layer on a row, attention sees the samples (:mod:`.unpadded_layer`)."""
+    for row in graph.graph.find_nodes(op="call_function", target=_samples_of_a_row):
+        begins, span = row.args
+        for node in graph.graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention):
+            query, key, value, others = causal_attention(node.args, node.kwargs)
+            with graph.graph.inserting_before(node):
+                longest = graph.graph.call_method("size", (span, 0))
+            node.target, node.args, node.kwargs = attend_within_samples, (query, key, value, begins, longest), others
+        graph.recompile()
 
 
 def _pad_keys(graph: torch.fx.GraphModule) -> None:

@@ -38,6 +38,7 @@ from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.saved_tensors import SavedTensors
 from megatrain_accelerate.layers.shared_mappings import no_writes_into, no_writes_to
+from megatrain_accelerate.layers.unpadded_layer import batch_of
 from megatrain_accelerate.layers.whole_recompute import run_whole
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader, Recording, inputs_offloaded
 from megatrain_accelerate.transfer.call_order import Tape
@@ -98,7 +99,7 @@ class GraphCall:
         """Whether something of the forward besides the leaves still refers to the slot: its backward would read another
         layer's weights there. A function of the user's own does that which keeps a weight in an attribute of its context."""
         self.real: RealTokens | None = None
-        """Of the call's samples, the tokens to compute; None for all."""
+        """Of the call's samples, the tokens to compute; None for all. From its forward on only if it runs on a row of them."""
         self._running_slot: WeightSlot | None = None
         self._captures: Captures | None = None
         """What it hands out if it runs compiled; None for a layer's own code."""
@@ -125,11 +126,11 @@ class GraphCall:
             weights = self._leaves_in(slot)
             if not self.is_whole:
                 self._take_leaves(weights, is_watched=not watched)
-            # Attention inside a compiled graph isn't seen.
-            if layer.index not in calls.policy.attention_kept:
-                self._captures = calls.compiled.wants(layer)
             with named_range(f"megatrain::forward ({layer.name})"), slot.read_by(self), without_autocast_cache():
-                output = self._run_by_policy(weights, args, kwargs)
+                self.real, args, kwargs = layer.in_a_row(self.real, args, kwargs)
+                if layer.index not in calls.policy.attention_kept:  # attention inside a compiled graph isn't seen
+                    self._captures = calls.compiled.wants(layer, self.real)
+                output = batch_of(self.real, self._run_by_policy(weights, args, kwargs))
                 output = map_tensors(functools.partial(self._handed_out, watched=watched), output)
             del weights
             leaves = sum([leaf() is not None for _, leaf in self._leaves])
@@ -178,7 +179,7 @@ class GraphCall:
         budget = policy.budgets[0 if is_recomputed else 1]
         if is_recomputed:
             captures = None if self.is_whole else self._captures
-            if captures is None or not calls.compiled.recomputes(layer, captures, budget):
+            if captures is None or not calls.compiled.recomputes(layer, captures, budget, self.real):
                 return self._run_to_recompute(weights, args, kwargs)
         offloaded = None
         if layer.index in policy.offloaded:
@@ -195,7 +196,7 @@ class GraphCall:
     ) -> Any:
         layer = self.layer
         if self._captures is not None:
-            return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget)
+            return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget, self.real)
         at_work = self._expert_results.at_work(layer, replays=is_recompute) if layer.experts else contextlib.nullcontext()
         with at_work:
             return layer.run(args, kwargs, self.real)
@@ -410,7 +411,8 @@ class GraphCalls:
     def __post_init__(self) -> None:
         self.policy = Placement()
         """Of the layers' activations; set by the plan."""
-        self._real: RealTokens | None = None
+        self.real: RealTokens | None = None
+        """Of the batch of the forward in progress, the tokens to compute (:mod:`.padding`); None for all."""
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         """A number that requires grad. It keeps nodes in the graph where no input of theirs requires grad: a frozen embedding
         below trained layers."""
@@ -421,16 +423,6 @@ class GraphCalls:
         self._whole: set[int] = set()
         """Indices of those whose graph does, and can't be kept: backward runs them again as a whole."""
         self._alive: weakref.WeakSet[GraphCall] = weakref.WeakSet()
-
-    @property
-    def real(self) -> RealTokens | None:
-        """Of the batch of the forward in progress, the tokens to compute (:mod:`.padding`); None for all, as in compiled
-        layers."""
-        return None if self.compiled.is_chosen else self._real
-
-    @real.setter
-    def real(self, real: RealTokens | None) -> None:
-        self._real = real
 
     def saving(self, offloaded: Recording | None = None) -> saved_tensors_hooks:
         """The hooks under which a run saves what its backward needs; see :class:`SavedTensors`."""

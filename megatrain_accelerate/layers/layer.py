@@ -15,7 +15,6 @@ from torch import nn
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.layers.ambient_state import WrittenBuffers
-from megatrain_accelerate.layers.nested_tensors import map_tensors
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.shared_mappings import run_with_mappings
 from megatrain_accelerate.layers.token_tiles import TokenTiles
@@ -87,16 +86,20 @@ class StreamedLayer:
         """Parameters of the layer, those of its experts among them."""
         return sum(part.unit.layout.parameter_count for part in (self, *self.experts))
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], real: RealTokens | None = None) -> Any:
-        """Calls the layer's own forward with the weights that are bound to it, on the ``real`` tokens alone if it can; see
-        :func:`run_with_mappings`."""
-        row = None if real is None else self.unpadded.arguments(real, args, kwargs, self.forward)
-        if real is None or row is None:
-            with self.tiles.at_work(args, kwargs):
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], row: RealTokens | None = None) -> Any:
+        """Calls the layer's own forward with the weights that are bound to it; see :func:`run_with_mappings`. The arguments
+        are batches, or the tokens of ``row``."""
+        with self.tiles.at_work(args, kwargs):
+            if row is None:
                 return run_with_mappings(self.forward, args, kwargs)
-        args, kwargs = row
-        with self.tiles.at_work(args, kwargs), SampleAttention(real):
-            return map_tensors(real.batch, self.forward(*args, **kwargs))
+            with SampleAttention(row):
+                return self.forward(*args, **kwargs)
+
+    def in_a_row(
+        self, real: RealTokens | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[RealTokens | None, tuple[Any, ...], dict[str, Any]]:
+        """See :meth:`UnpaddedLayer.in_a_row`."""
+        return self.unpadded.in_a_row(real, args, kwargs, self.forward)
 
     def show_host_weights(self) -> None:
         """The parameters' data are the store's weights from now on."""

@@ -42,10 +42,12 @@ class RealTokens:
     """int64 (N,), on the device: their places in their samples."""
     begins: torch.Tensor
     """int32 (B + 1,), on the device: where each sample begins among the N tokens, and N."""
+    span: torch.Tensor
+    """As many rows as the longest sample has computed tokens, of nothing: a compiled graph takes its size."""
     _pieces: dict[tuple[int, ...], list[RealTokens | None]] = dataclasses.field(default_factory=dict)
     """By the samples of each piece: all layers cut a batch alike."""
-    _masks: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
-    """By memory and place in it: all layers are given the same masks, and again in backward."""
+    _once: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
+    """What was found of tensors, by their memory and place in it: all layers are given the same, and again in backward."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> RealTokens | None:
@@ -67,12 +69,7 @@ class RealTokens:
         rows = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         begins = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
         index, columns, begins = (t.to(device, non_blocking=True) for t in (rows * width + columns, columns, begins))
-        return cls(tuple(lengths), tuple(counts), width, index, columns, begins)
-
-    @property
-    def share(self) -> float:
-        """Of the batch that isn't padding."""
-        return sum(self.lengths) / (len(self.lengths) * self.width)
+        return cls(tuple(lengths), tuple(counts), width, index, columns, begins, torch.empty(max(counts), 0))
 
     def of_pieces(self, sizes: tuple[int, ...]) -> list[RealTokens | None]:
         """Those of each piece of the batch, of so many samples; of the whole batch if there are no sizes."""
@@ -89,6 +86,18 @@ class RealTokens:
         tokens = tensor.flatten(0, 1)
         return (_Take.apply(tokens, self.index) if tensor.requires_grad else tokens.index_select(0, self.index))[None]
 
+    def columns_of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """For each computed token, what a tensor that is the same for all samples has for its place; T is ``dim``."""
+        known, place = self._known_of(tensor)
+        if place not in known:
+            known[place] = tensor.index_select(dim, self.columns)
+        found: torch.Tensor = known[place]
+        return found
+
+    def _known_of(self, tensor: torch.Tensor) -> tuple[dict[Any, Any], Any]:
+        known = self._once.setdefault(tensor.untyped_storage(), {})
+        return known, (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version)
+
     def batch(self, row: torch.Tensor) -> torch.Tensor:
         """Of (1, N, ...) the batch (B, T, ...), with zeros for the tokens that weren't computed."""
         count = len(self.lengths) * self.width
@@ -99,8 +108,7 @@ class RealTokens:
         it. Waits for the device where it isn't known from an earlier layer. A mask without data is taken for such a one."""
         if isinstance(mask, FakeTensor) or mask.is_meta:
             return True
-        known = self._masks.setdefault(mask.untyped_storage(), {})
-        place = (mask.storage_offset(), mask.shape, mask.stride(), mask._version)
+        known, place = self._known_of(mask)
         if place not in known:
             expected = torch.ones(self.width, self.width, dtype=torch.bool, device=mask.device).tril()
             differs = torch.zeros((), dtype=torch.bool, device=mask.device)
@@ -108,7 +116,7 @@ class RealTokens:
                 seen = sample[0, :count]
                 differs |= ((seen if seen.dtype is torch.bool else seen == 0) != expected[:count]).any()
             known[place] = not bool(differs)
-        return known[place]
+        return bool(known[place])
 
     def labelled(self, hidden: torch.Tensor, target: torch.Tensor, ignored: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of ``hidden`` (B x T, D) and ``target`` (B x T,) that have a label, if any has. Waits for the device."""

@@ -32,6 +32,7 @@ from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.resident import Part, ResidentGroup, relocate
 from megatrain_accelerate.layers.shared_mappings import has_mappings, with_copies
 from megatrain_accelerate.layers.token_tiles import TokenTiles
+from megatrain_accelerate.layers.unpadded_layer import batch_of
 from megatrain_accelerate.layers.watched_parameters import Watch, unwatched
 from megatrain_accelerate.store.host_pool import HostPool
 from megatrain_accelerate.store.parameter import ParameterState, written_among
@@ -252,7 +253,10 @@ class StreamingRuntime:
         try:
             self.passes.wait_for_head(layer)
             with without_graph, layer.bound(slot.views(layer.unit.layout)):
-                return layer.run(args, kwargs, self.calls.real)
+                if self.calls.real is None:
+                    return layer.run(args, kwargs)
+                row, args, kwargs = layer.in_a_row(self.calls.real, args, kwargs)
+                return batch_of(row, layer.run(args, kwargs, row))
         finally:
             self.prefetcher.release(slot)
 
@@ -303,13 +307,17 @@ class StreamingRuntime:
         layer.own_parameters()
         self._refresh(layer)
         self.passes.wait_for_head(layer)
-        captures = self.compiled.wants(layer)
+        row, args, kwargs = layer.in_a_row(self.calls.real, args, kwargs)
+        captures = self.compiled.wants(layer, row)
         with named_range(f"megatrain::forward ({layer.name})"), without_autocast_cache():
             if captures is None:
-                output = layer.run(args, kwargs, self.calls.real)
+                output = layer.run(args, kwargs, row)
             else:
-                run = functools.partial(self.compiled.run, layer, captures, memory_budget=self.calls.policy.budgets[1])
+                run = functools.partial(
+                    self.compiled.run, layer, captures, memory_budget=self.calls.policy.budgets[1], row=row
+                )
                 output = with_copies(run, args, kwargs)
+            output = batch_of(row, output)
         # The graph holds the hook, and with it ``open_forward``.
         begins = functools.partial(weakly(self.passes.backward_begins), open_forward)
         for tensor in taken_apart(output)[0]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.hooks import has_hooks_inside
 from megatrain_accelerate.layers.ambient_state import RandomState
-from megatrain_accelerate.layers.nested_tensors import taken_apart
+from megatrain_accelerate.layers.nested_tensors import map_tensors, taken_apart
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.proxy import is_proxy
 from megatrain_accelerate.layers.token_tiles import code_of, is_plain, tried_out
@@ -60,21 +60,20 @@ class UnpaddedLayer:
         self._module = module
         self._found: dict[Hashable, str | None] = {}
         """As :data:`verdicts`, by what may change of the layer or its call from one step to the next."""
-        self.leaves_padding_out = False
-        """Whether the last call of a batch with padding did."""
 
-    def arguments(
-        self, real: RealTokens, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Those of a call of the layer's ``forward`` on one row of the ``real`` tokens; None where it computes padding."""
+    def in_a_row(
+        self, real: RealTokens | None, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any]
+    ) -> tuple[RealTokens | None, tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call of the layer's ``forward`` on one row of the ``real`` tokens, and those; where the layer
+        computes padding, or nothing is known of it, the arguments as they are, and None."""
+        if real is None:
+            return None, args, kwargs
         tensors, put_together = taken_apart((args, kwargs))
         roles = [_role(tensor, real) for tensor in tensors]
-        self.leaves_padding_out = self._can(real, tensors, roles, put_together, forward)
-        if not self.leaves_padding_out:
-            return None
+        if not self._can(real, tensors, roles, put_together, forward):
+            return None, args, kwargs
         row = [_in_a_row(tensor, role, real) for tensor, role in zip(tensors, roles, strict=True)]
-        found: tuple[tuple[Any, ...], dict[str, Any]] = put_together(row)
-        return found
+        return (real, *put_together(row))
 
     def _can(
         self,
@@ -134,6 +133,8 @@ def _role(tensor: torch.Tensor, real: RealTokens) -> _Role | None:
         return _Role.MASK if shape[:2] in ((samples, 1), (1, 1)) else None
     if shape[:2] == (samples, width):
         return _Role.TOKENS
+    if tensor.requires_grad:
+        return None
     if shape[:2] == (1, width):
         return _Role.COLUMNS
     return _Role.COLUMN if shape == (width,) != (samples,) else None
@@ -143,8 +144,13 @@ def _in_a_row(tensor: torch.Tensor, role: _Role | None, real: RealTokens) -> tor
     if role is _Role.TOKENS:
         return real.row(tensor)
     if role is _Role.COLUMNS or role is _Role.COLUMN:
-        return tensor.index_select(1 if role is _Role.COLUMNS else 0, real.columns)
+        return real.columns_of(tensor, 1 if role is _Role.COLUMNS else 0)
     return tensor if role is _Role.NUMBER else None
+
+
+def batch_of(row: RealTokens | None, output: Any) -> Any:
+    """What a layer returns, with its tensors as batches again if it ran on a row."""
+    return output if row is None else map_tensors(row.batch, output)
 
 
 class SampleAttention(TorchFunctionMode):
@@ -157,43 +163,64 @@ class SampleAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return self._attend(*args, **kwargs) if func is scaled_dot_product_attention else func(*args, **kwargs)
+        if func is not scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        query, key, value, others = causal_attention(args, kwargs)
+        if any((len(t), t.shape[2]) != (1, len(self._real.index)) for t in (query, key, value)):
+            raise UnsupportedError("attention to other tokens than those of the row can't leave padding out")
+        real = self._real
+        return attend_within_samples(query, key, value, real.begins, max(real.counts), counts=real.counts, **others)
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        """Of queries (1, heads, N, head size) to keys and values (1, heads or fewer, N, head size)."""
-        real, count = self._real, len(self._real.index)
-        if attn_mask is not None or not is_causal or any((len(t), t.shape[2]) != (1, count) for t in (query, key, value)):
-            raise UnsupportedError("attention to other tokens than those of one causal sample can't leave padding out")
-        if torch.is_autocast_enabled(query.device.type):
-            dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        size = query.shape[3]
-        suits = size % 8 == 0 and size <= _LARGEST_HEAD and key.shape[3] == value.shape[3] == size
-        if query.is_cuda and query.dtype in _HALVES and suits and torch.cuda.get_device_capability(query.device) >= (8, 0):
-            by_token = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-            longest = max(real.counts)
-            # As ``torch.nn.attention.varlen`` of newer versions of torch does it.
-            made = torch.ops.aten._flash_attention_forward(
-                *by_token, real.begins, real.begins, longest, longest, dropout_p, True, False, scale=scale
-            )
-            attended: torch.Tensor = made[0].transpose(0, 1)[None]
-            return attended
-        each = []
-        for begin, end in itertools.pairwise(itertools.accumulate(real.counts, initial=0)):
-            q, k, v = (tensor[:, :, begin:end] for tensor in (query, key, value))
-            if begin < end:
-                each.append(scaled_dot_product_attention(q, k, v, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa))
-        return torch.cat(each, dim=2)
+
+def causal_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Queries, keys, values, and what else a call of torch's attention is given, if it is causal and has no mask; an
+    ``UnsupportedError`` for another one."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    query, key, value = (given.pop(name) for name in names[:3])
+    if given.pop("attn_mask", None) is not None or given.pop("is_causal", False) is not True:
+        raise UnsupportedError("attention with a mask, or to later tokens, can't leave padding out")
+    return query, key, value, given
+
+
+def attend_within_samples(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    begins: torch.Tensor,
+    longest: int,
+    *,
+    counts: Sequence[int] | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Causal attention of queries (1, heads, N, head size) to keys and values (1, heads or fewer, N, head size), each sample
+    to itself. Samples begin at ``begins`` (B + 1,) and have ``longest`` tokens at most; ``counts``, if known, each."""
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    size = query.shape[3]
+    suits = size % 8 == 0 and size <= _LARGEST_HEAD and key.shape[3] == value.shape[3] == size
+    if query.is_cuda and query.dtype in _HALVES and suits and torch.cuda.get_device_capability(query.device) >= (8, 0):
+        by_token = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+        # As ``torch.nn.attention.varlen`` of newer versions of torch does it.
+        made = torch.ops.aten._flash_attention_forward(
+            *by_token, begins, begins, longest, longest, dropout_p, True, False, scale=scale
+        )
+        attended: torch.Tensor = made[0].transpose(0, 1)[None]
+        return attended
+    if counts is None:
+        places = torch.arange(query.shape[2], device=query.device)
+        sample = torch.bucketize(places, begins, right=True)
+        mask = (sample[:, None] == sample) & (places <= places[:, None])
+        return scaled_dot_product_attention(query, key, value, mask, dropout_p, False, scale=scale, enable_gqa=enable_gqa)
+    each = []
+    for begin, end in itertools.pairwise(itertools.accumulate(counts, initial=0)):
+        q, k, v = (tensor[:, :, begin:end] for tensor in (query, key, value))
+        if begin < end:
+            each.append(scaled_dot_product_attention(q, k, v, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa))
+    return torch.cat(each, dim=2)
 
 
 def _examine(

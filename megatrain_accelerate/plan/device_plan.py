@@ -430,10 +430,7 @@ class DevicePlan:
             self._runtime.refresh_if_written()
             ways = self._ways(model, inputs)
             outline = ways.best()[0] if self.has_budget else ways.outline()
-            real = self._runtime.calls.real
             self._decide_on_compiling(outline)
-            if self._runtime.calls.real is not real:  # compiled layers compute padding too
-                return self.foresee(model, inputs)
             found = self._in_proportion(inputs, outline)
             if found is None or not (found is outline or found.surely_fits or self.search_for(found).something_fits):
                 measured = None
@@ -467,16 +464,11 @@ class DevicePlan:
             # Backward takes twice the FLOPs of forward.
             pass_flops = 3 * sum(outline.profiles[call.kind].forward.flops for call in outline.forward_calls)
             saved_seconds = steps * self.micro_batches * _SAVED_SHARE * pass_flops / _EAGER_FLOPS
-            real = self._runtime.calls.real  # which compiled layers don't tell from padding
-            leaves_out = any(layer.unpadded.leaves_padding_out for layer in self._runtime.layers)
-            saves_more = real is None or not leaves_out or 1 - real.share < _SAVED_SHARE
-            compiled.pays = saves_more and saved_seconds >= COMPILE_SECONDS * len(outline.profiles)
+            compiled.pays = saved_seconds >= COMPILE_SECONDS * len(outline.profiles)
             # Whether micro-batches are joined is decided once, by the times of layers as they will run.
             is_plain = self.micro_batches == 1 and self._runtime.batch_cut.asked is None
             if compiled.pays and is_plain and not compiled.compilations:
                 self._compiles_after, compiled.pays = self._runtime.steps_taken, False
-            elif not saves_more:
-                logger.info("megatrain: layers aren't compiled, so that they leave out the padding of batches")
             elif not compiled.pays:
                 text = "megatrain: %d steps don't pay for compiling the layers (compile_layers: true compiles them)"
                 logger.info(text, steps)

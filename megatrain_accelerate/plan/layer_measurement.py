@@ -29,8 +29,10 @@ from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.micro_batches import BatchSplit
 from megatrain_accelerate.layers.nested_tensors import tensors_in
 from megatrain_accelerate.layers.output_recorder import Recorded
+from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.saved_tensors import SavedTensors
+from megatrain_accelerate.layers.unpadded_layer import batch_of
 from megatrain_accelerate.plan.machine import raise_peak
 from megatrain_accelerate.plan.step_memory import buffers_put_back, without_hooks
 from megatrain_accelerate.plan.step_outline import as_leaves
@@ -160,13 +162,15 @@ class _MeasuredLayers:
     ) -> tuple[LayerProfile, tuple[Any, Recorded]]:
         """The profile of a layer's call; what the call returns, and what it records."""
         runtime, dry = self._runtime, self._outline.profiles[kind]
+        real = runtime.calls.real if runtime.batch_cut.size is None else None
+        row, args, kwargs = layer.in_a_row(real, args, kwargs)
         split = BatchSplit.of_call(layer, args, kwargs, runtime.batch_cut)
         args, kwargs = split.first_piece(args, kwargs)
         slot = runtime.prefetcher.acquire(layer, ())
         try:
             inputs = functools.partial(as_leaves, args, kwargs, dry.inputs_need_grad)
             times_attention = bool(layer.tiles.tile_tokens and dry.attention_bytes)
-            measurement = _Measurement(runtime, layer, slot, inputs, times_attention, self._is_plain)
+            measurement = _Measurement(runtime, layer, slot, row, inputs, times_attention, self._is_plain)
             made = measurement.run()
             forward, kept_forward, backward = measurement.forward, measurement.kept_forward, measurement.backward
             kept_bytes = max(0, kept_forward.left_bytes - measurement.given_up_bytes)
@@ -191,7 +195,8 @@ class _MeasuredLayers:
         # Those of the whole call already.
         names = ("forward", "backward", "attention", "attention_bytes", "experts", "expert_bytes")
         reckoned: dict[str, Any] = {name: getattr(dry, name) for name in names}
-        return dataclasses.replace(profile, **reckoned), made
+        output, recorded = made
+        return dataclasses.replace(profile, **reckoned), (batch_of(row, output), recorded)
 
     def _may_recompute(self, kind: Hashable, kept_bytes: int) -> bool:
         """Whether it isn't certain that all calls' activations fit the device: one of ``kind`` keeps ``kept_bytes``."""
@@ -228,13 +233,14 @@ def _measure_outside(
 
 class _Measurement:
     """Forward, forward with a graph and backward, over and over; of a compiled layer that may be recomputed also the backward
-    that does it. The layer's weights stay in ``slot``; ``inputs`` makes its arguments, as leaves."""
+    that does it. The layer's weights stay in ``slot``; ``inputs`` makes its arguments, batches or of ``row``, as leaves."""
 
     def __init__(
         self,
         runtime: StreamingRuntime,
         layer: StreamedLayer,
         slot: WeightSlot,
+        row: RealTokens | None,
         inputs: Callable[[], _Arguments],
         times_attention: bool,
         is_plain: bool,
@@ -249,8 +255,8 @@ class _Measurement:
         """Of the last forward."""
         self._layer, self._slot, self._inputs = layer, slot, inputs
         self._weight: Callable[[torch.Tensor, bool], torch.Tensor] = nn.Parameter if is_plain else torch.Tensor.requires_grad_
-        self._compiled, self._real = runtime.compiled, runtime.calls.real
-        self._captures = self._compiled.wants(layer)
+        self._compiled, self._row = runtime.compiled, row
+        self._captures = self._compiled.wants(layer, row)
 
     def slot(self) -> WeightSlot:
         """See :class:`SlotPlace <megatrain_accelerate.layers.saved_tensors.SlotPlace>`."""
@@ -262,7 +268,7 @@ class _Measurement:
         stopwatches = (self.forward, self.kept_forward, self.backward)
         made = self._round(chooses_kernels=to_compile)
         if to_compile:
-            self._captures = self._compiled.wants(self._layer)  # None where compiling has failed
+            self._captures = self._compiled.wants(self._layer, self._row)  # None where compiling has failed
         if to_compile or sum(stopwatch.seconds() for stopwatch in stopwatches) < _LOADING_SECONDS:
             made = self._round()
         self._warm_up(self._round, stopwatches)
@@ -272,7 +278,7 @@ class _Measurement:
         """Runs rounds of a compiled layer whose backward computes the activations again; returns what its profile has of that:
         nothing for another layer, whose recompute is a forward that keeps its graph."""
         for chooses_kernels in (True, False):
-            if self._captures is None or not self._compiled.recomputes(self._layer, self._captures):
+            if self._captures is None or not self._compiled.recomputes(self._layer, self._captures, row=self._row):
                 torch.cuda.reset_peak_memory_stats()  # a first round has raised it
                 return {}
             self._recomputing_round(chooses_kernels)
@@ -281,7 +287,7 @@ class _Measurement:
         return {
             "recompute_seconds": max(0.0, self._recompute.seconds() - self.backward.seconds()),
             "recomputed_bytes": self._recompute.peak_bytes,
-            "budgets": self._compiled.budgets(self._layer, self._captures),
+            "budgets": self._compiled.budgets(self._layer, self._captures, self._row),
         }
 
     @staticmethod
@@ -313,9 +319,9 @@ class _Measurement:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], memory_budget: float = 1.0) -> tuple[Any, Recorded]:
         with output_recorder.apart() as recorded:
             if self._captures is not None:
-                output = self._compiled.run(self._layer, self._captures, args, kwargs, memory_budget)
+                output = self._compiled.run(self._layer, self._captures, args, kwargs, memory_budget, self._row)
             else:
-                output = self._layer.run(args, kwargs, self._real)
+                output = self._layer.run(args, kwargs, self._row)
         return output, recorded
 
     @contextlib.contextmanager

@@ -27,8 +27,10 @@ from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.micro_batches import BatchSplit, batch_norms
 from megatrain_accelerate.layers.nested_tensors import taken_apart, tensors_in
 from megatrain_accelerate.layers.output_recorder import Recorded
+from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.token_tiles import tokens_of
+from megatrain_accelerate.layers.unpadded_layer import batch_of
 from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.step_memory import LiveBytes, OpCosts, dry_model, loss_of
 from megatrain_accelerate.plan.step_profile import Event, LayerProfile, SavedInForward, StepOutline
@@ -116,6 +118,8 @@ class _Outliner:
         self._live = live
         self._anchor = torch.empty((), device=device, requires_grad=True)
         self._cut, self._calls = runtime.batch_cut, runtime.calls
+        self._row: RealTokens | None = None
+        """What the call in progress runs on, if that isn't a batch."""
         self._reckoning = reckoning
         self.costs_before = OpCosts()
         """Those at the last event."""
@@ -128,10 +132,14 @@ class _Outliner:
         self.costs_before = live.costs
 
     def __call__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _, length = tokens_of(args, kwargs) or (0, 0)
+        # Of a batch in pieces each is a row, of other tokens than the first.
+        real = self._calls.real if self._cut.size is None else None
+        self._row, args, kwargs = layer.in_a_row(real, args, kwargs)
         kind = call_kind(layer, args, kwargs)
         self.note(False, layer.index, kind)
         if kind not in self.profiles:
-            self._profile(layer, kind, args, kwargs)
+            self._profile(layer, kind, args, kwargs, length)
         put_together, shapes = self._outputs[kind]
         tensors = tensors_in((args, kwargs))
         # As in the real node: a trained layer is in the graph also above a frozen embedding.
@@ -140,20 +148,21 @@ class _Outliner:
         output, recorded = put_together(made)
         # Once a call, as in a real step: an auxiliary loss has one tensor a layer.
         output_recorder.enter(recorded)
-        return output
+        return batch_of(self._row, output)
 
     def _run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recorded]:
         with output_recorder.apart() as recorded:
-            output = layer.run(args, kwargs, self._calls.real)
+            output = layer.run(args, kwargs, self._row)
         return output, recorded
 
-    def _profile(self, layer: StreamedLayer, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _profile(
+        self, layer: StreamedLayer, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], length: int
+    ) -> None:
         """Runs the layer itself, without data, and leaves the counters of the outside as they were."""
         live = self._live
         split = BatchSplit.of_call(layer, args, kwargs, self._cut)
         saved = _SavedStorages(layer, args, kwargs, live)
         needs = tuple(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
-        _, length = tokens_of(args, kwargs) or (0, 0)
         args, kwargs = split.first_piece(args, kwargs)
         base, costs = live.live_bytes, live.costs
         with torch.no_grad():

@@ -12,6 +12,7 @@ from decoder_models import VOCABULARY, Decoder
 from engine_runs import attach
 from families import DECODERS
 from torch import nn
+from unpadded_calls import UnpaddedCalls
 
 from megatrain_accelerate.layers.padding import real_tokens
 
@@ -58,7 +59,8 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
         if family.refusal is None
     ],
 )
-def test_gradients_are_those_of_all_tokens(family: Decoder) -> None:
+def test_gradients_are_those_of_all_tokens(family: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpadded = UnpaddedCalls(monkeypatch)
     assert real_tokens(batch(1)) is not None
     # The loss of balanced experts looks at all tokens.
     balanced: dict[str, Any] = {"output_router_logits": False} if family.name == "qwen3_moe" else {}
@@ -70,5 +72,5 @@ def test_gradients_are_those_of_all_tokens(family: Decoder) -> None:
     for name, theirs in expected.items():
         assert float((ours[name] - theirs).abs().max()) <= TOLERANCE * max(1.0, float(theirs.abs().max())), name
     if family.name in UNPADDED:
-        assert sum(layer.unpadded.leaves_padding_out for layer in engine.runtime.layers) == UNPADDED[family.name]
+        assert sum(unpadded.of(engine)) == UNPADDED[family.name]
     engine.close()

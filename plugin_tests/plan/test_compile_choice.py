@@ -76,18 +76,6 @@ def test_a_training_compiles_from_a_number_of_steps_on_that_falls_with_the_size_
             assert compiles(1.01 * steps / 2)
 
 
-@pytest.mark.parametrize(("lengths", "compiles"), [((64, 60, 64, 64), True), ((64, 20, 10, 34), False)])
-def test_layers_that_leave_much_padding_out_are_not_compiled(lengths: tuple[int, ...], compiles: bool) -> None:
-    model = tiny_model(num_hidden_layers=2).train()
-    engine = attach(model)
-    ids = token_batches(1, batch=4, length=64)[0]
-    mask = torch.stack([(torch.arange(64) < length).long() for length in lengths])
-    engine.device_plan.expect_steps(10**9)
-    model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
-    assert bool(engine.device_plan.expected[1]) == compiles
-    engine.close()
-
-
 def test_the_first_step_does_not_wait_for_the_compiler() -> None:
     model = tiny_model().train()
     engine = attach(model)
