@@ -476,6 +476,6 @@ def without_saving() -> saved_tensors_hooks:
 def _remember(_: Any) -> Any:
     raise UnsupportedError(
         "backward went into a streamed layer's forward from elsewhere than its outputs: through torch.autograd.grad() within "
-        "it, or a loss that it leaves in an attribute. A layer that is run again as a whole has no graph there; let it return "
-        "the loss with its output, or name other layers in megatrain_config.layer_classes"
+        "it, or a loss that it leaves in an attribute. Experts in parts and layers on trial have no graph there; let it "
+        "return the loss with its output, or name other layers in megatrain_config.layer_classes"
     )

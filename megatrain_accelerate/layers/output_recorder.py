@@ -44,34 +44,22 @@ Recorded = list[tuple[str, Any]]
 """Pairs of channel and value, in order of recording within each channel; most values are tensors."""
 
 
-def _collector() -> Any:
-    """transformers' context variable; None in versions that hand such tensors through the layers' return values."""
-    return getattr(sys.modules.get(_MODULE), "_active_collector", None)  # whoever has such hooks has loaded it
-
-
 def channels() -> dict[str, list[Any]]:
     """What transformers' capturing hooks have recorded in the forward that is under way, by channel."""
-    collector = _collector()
+    # Whoever has such hooks has loaded it. Older versions hand such tensors through the layers' return values.
+    collector = getattr(sys.modules.get(_MODULE), "_active_collector", None)
     collected = (None if collector is None else collector.get()) or {}
     return {key: values for key, values in collected.items() if isinstance(values, list)}
 
 
 @contextlib.contextmanager
-def apart(wanted: Sequence[str] | None = None) -> Iterator[Recorded]:
-    """Diverts what the block records into the list that it yields, which is filled when the block ends.
-
-    In the block the ``wanted`` channels are recorded; None for those of now.
-    """
+def apart() -> Iterator[Recorded]:
+    """Diverts what the block records into the list that it yields, which is filled when the block ends."""
     recorded: Recorded = []
-    reset, collector = None, _collector()
-    if wanted is not None and collector is not None:
-        reset = collector.set({key: [] for key in wanted})
     lists = [(key, values, len(values)) for key, values in channels().items()]
     try:
         yield recorded
     finally:
-        if reset is not None:
-            collector.reset(reset)
         for key, values, length in lists:
             recorded += [(key, value) for value in values[length:]]
             del values[length:]
