@@ -39,7 +39,7 @@ from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.attention_results import drop_rate
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.nested_tensors import tensors_in
-from megatrain_accelerate.layers.output_recorder import Captures, take_handed_out
+from megatrain_accelerate.layers.output_recorder import Captures
 from megatrain_accelerate.layers.shared_mappings import takes_mappings
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,8 @@ EVERYTHING = MemoryBudget(1.0, 1.0, 0.0)
 
 
 class _Kind:
-    """The layers that share a compiled function: the forward of their class, not bound, at one memory budget.
+    """The layers that share a compiled function: the forward of their class, not bound, at one memory budget, and what it
+    records in these channels.
 
     Where ``sizes_vary``, each graph serves all sizes of the inputs that are more than 1.
     """
@@ -108,6 +109,7 @@ class _Kind:
         self,
         forward: Callable[..., Any],
         name: str,
+        channels: set[str],
         memory_budget: float,
         sizes_vary: bool,
         compile_graph: Callable[..., Callable[..., Any]],
@@ -121,9 +123,18 @@ class _Kind:
         self.budgets: tuple[MemoryBudget, ...] = ()
         """Of a kind that saves nothing: the distinct budgets that its layers could be compiled with."""
 
+        collector = output_recorder.collector()
+
         def run_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            output = forward(module, *args, **kwargs)
-            return output, take_handed_out()
+            recorded: dict[str, list[Any]] = {channel: [] for channel in channels}
+            if collector is None:
+                return forward(module, *args, **kwargs), recorded
+            # Dynamo follows transformers' hooks as long as this is within what it traces.
+            token = collector.set(recorded)
+            try:
+                return forward(module, *args, **kwargs), recorded
+            finally:
+                collector.reset(token)
 
         # Dynamo keeps graphs and their limit by code object, and what it learnt of dynamic sizes by name. Were the two shared,
         # the second kind's weights would have dynamic sizes.
@@ -182,7 +193,7 @@ class CompiledLayers:
         """
         if layer.experts or not self.may_compile or layer.unit.layout.parameter_count < self._smallest:
             return None
-        captures = Captures.inside(layer.module)
+        captures = output_recorder.captures_inside(layer.module)
         if captures is None:
             self._note_eager(type(layer.module).__name__, "hooks are registered inside it")
         return captures
@@ -225,9 +236,9 @@ class CompiledLayers:
             # Those that the layer's code ties to its weights are fixed again; a size of 1 or 0 always is.
             torch._dynamo.maybe_mark_dynamic(tensor, [index for index, size in enumerate(tensor.shape) if size > 1])
         try:
-            with _run_settings(), captures.replaced():
+            with _run_settings():
                 output, recorded = kind.function(layer.module, args, kwargs)
-            output_recorder.enter(recorded)
+            output_recorder.enter([(channel, value) for channel, values in recorded.items() for value in values])
             return output
         except Exception as error:
             if not any(cause.__module__.startswith(_COMPILERS) for cause in type(error).__mro__):
@@ -247,7 +258,7 @@ class CompiledLayers:
         if forward is None or getattr(layer.forward, "__self__", None) is not layer.module:
             self._note_eager(name, "its forward was replaced by something that isn't a method of it")
             return None
-        key = (forward, layer.unit.layout.key, captures.key, memory_budget, self.sizes_vary)
+        key = (forward, layer.unit.layout.key, captures, memory_budget, self.sizes_vary)
         kind = self._kinds.get(key)
         if kind is None:
             reason = _missing_in_torch()
@@ -256,7 +267,8 @@ class CompiledLayers:
             if reason is not None:
                 self._note_eager(name, reason)
                 return None
-            kind = self._kinds[key] = _Kind(forward, name, memory_budget, self.sizes_vary, self._compile)
+            channels = {channel for _, channel, _ in captures}
+            kind = self._kinds[key] = _Kind(forward, name, channels, memory_budget, self.sizes_vary, self._compile)
         return None if kind.gave_up else kind
 
     def _compile(self, kind: _Kind, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
