@@ -39,7 +39,7 @@ from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.attention_results import drop_rate
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.nested_tensors import tensors_in
-from megatrain_accelerate.layers.output_recorder import Captures, take_handed_out
+from megatrain_accelerate.layers.output_recorder import Captures
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.shared_mappings import takes_mappings
 from megatrain_accelerate.layers.unpadded_layer import attend_within_samples, causal_attention
@@ -101,7 +101,8 @@ EVERYTHING = MemoryBudget(1.0, 1.0, 0.0)
 
 
 class _Kind:
-    """The layers that share a compiled function: the forward of their class, not bound, at one memory budget.
+    """The layers that share a compiled function: the forward of their class, not bound, at one memory budget, and what it
+    records in these channels.
 
     Where ``sizes_vary``, each graph serves all sizes of the inputs that are more than 1.
     """
@@ -110,6 +111,7 @@ class _Kind:
         self,
         forward: Callable[..., Any],
         name: str,
+        channels: set[str],
         memory_budget: float,
         sizes_vary: bool,
         compile_graph: Callable[..., Callable[..., Any]],
@@ -123,11 +125,21 @@ class _Kind:
         self.budgets: tuple[MemoryBudget, ...] = ()
         """Of a kind that saves nothing: the distinct budgets that its layers could be compiled with."""
 
+        collector = output_recorder.collector()
+
         def run_layer(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], samples: tuple[torch.Tensor, ...]
         ) -> Any:
-            output = forward(module, *args, **kwargs)
-            return output, take_handed_out(), _samples_of_a_row(*samples) if samples else None
+            recorded: dict[str, list[Any]] = {channel: [] for channel in channels}
+            row = _samples_of_a_row(*samples) if samples else None
+            if collector is None:
+                return forward(module, *args, **kwargs), recorded, row
+            # Dynamo follows transformers' hooks as long as this is within what it traces.
+            token = collector.set(recorded)
+            try:
+                return forward(module, *args, **kwargs), recorded, row
+            finally:
+                collector.reset(token)
 
         # Dynamo keeps graphs and their limit by code object, and what it learnt of dynamic sizes by name. Were the two shared,
         # the second kind's weights would have dynamic sizes.
@@ -186,7 +198,7 @@ class CompiledLayers:
         """
         if layer.experts or not self.may_compile or layer.unit.layout.parameter_count < self._smallest:
             return None
-        captures = Captures.inside(layer.module)
+        captures = output_recorder.captures_inside(layer.module)
         if captures is None:
             self._note_eager(type(layer.module).__name__, "hooks are registered inside it")
         return captures
@@ -240,9 +252,9 @@ class CompiledLayers:
             # Those that the layer's code ties to its weights are fixed again; a size of 1 or 0 always is.
             torch._dynamo.maybe_mark_dynamic(tensor, [index for index, size in enumerate(tensor.shape) if size > 1])
         try:
-            with _run_settings(), captures.replaced():
-                output, recorded, *_ = kind.function(layer.module, args, kwargs, samples)
-            output_recorder.enter(recorded)
+            with _run_settings():
+                output, recorded, _ = kind.function(layer.module, args, kwargs, samples)
+            output_recorder.enter([(channel, value) for channel, values in recorded.items() for value in values])
             return output
         except Exception as error:
             if not any(cause.__module__.startswith(_COMPILERS) for cause in type(error).__mro__):
@@ -263,7 +275,7 @@ class CompiledLayers:
             self._note_eager(name, "its forward was replaced by something that isn't a method of it")
             return None
         sizes_vary = self.sizes_vary or row is not None  # no two batches have as many tokens
-        key = (forward, layer.unit.layout.key, captures.key, row is not None, memory_budget, sizes_vary)
+        key = (forward, layer.unit.layout.key, captures, row is not None, memory_budget, sizes_vary)
         kind = self._kinds.get(key)
         if kind is None:
             reason = _missing_in_torch()
@@ -272,7 +284,8 @@ class CompiledLayers:
             if reason is not None:
                 self._note_eager(name, reason)
                 return None
-            kind = self._kinds[key] = _Kind(forward, name, memory_budget, sizes_vary, self._compile)
+            channels = {channel for _, channel, _ in captures}
+            kind = self._kinds[key] = _Kind(forward, name, channels, memory_budget, sizes_vary, self._compile)
         return None if kind.gave_up else kind
 
     def _compile(self, kind: _Kind, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
@@ -511,6 +524,6 @@ def without_saving() -> saved_tensors_hooks:
 def _remember(_: Any) -> Any:
     raise UnsupportedError(
         "backward went into a streamed layer's forward from elsewhere than its outputs: through torch.autograd.grad() within "
-        "it, or a loss that it leaves in an attribute. A layer that is run again as a whole has no graph there; let it return "
-        "the loss with its output, or name other layers in megatrain_config.layer_classes"
+        "it, or a loss that it leaves in an attribute. Experts in parts and layers on trial have no graph there; let it "
+        "return the loss with its output, or name other layers in megatrain_config.layer_classes"
     )

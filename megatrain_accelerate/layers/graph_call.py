@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +26,7 @@ from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.call_gradients import Backward, GradientSums
 from megatrain_accelerate.gradients.offload import GradientOffloader
 from megatrain_accelerate.layers import output_recorder
-from megatrain_accelerate.layers.ambient_state import BufferValues, RandomState, buffers_as_before, surroundings_again
+from megatrain_accelerate.layers.ambient_state import BufferValues, buffers_as_before, surroundings_again
 from megatrain_accelerate.layers.attention_results import AttentionResults
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers, without_autocast_cache
 from megatrain_accelerate.layers.expert_function import ExpertResults
@@ -37,15 +38,17 @@ from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.saved_tensors import SavedTensors
-from megatrain_accelerate.layers.shared_mappings import no_writes_into, no_writes_to
-from megatrain_accelerate.layers.unpadded_layer import batch_of
-from megatrain_accelerate.layers.whole_recompute import run_whole
+from megatrain_accelerate.layers.shared_mappings import no_writes_into, no_writes_to, run_with_mappings, takes_mappings
+from megatrain_accelerate.layers.unpadded_layer import SampleAttention, batch_of
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader, Recording, inputs_offloaded
 from megatrain_accelerate.transfer.call_order import Tape
 from megatrain_accelerate.transfer.meter import named_range
 from megatrain_accelerate.transfer.prefetch import Prefetcher
 from megatrain_accelerate.transfer.streams import WeightSlot
 
+_HELD_ONCE = torch.empty(0)
+_HELD_ONCE_COUNT = sys.getrefcount(weakref.ref(_HELD_ONCE)())
+"""What ``sys.getrefcount`` says of a leaf that the graph alone holds: a tensor with one holder."""
 _current_task = torch._C._current_graph_task_id
 _Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -79,13 +82,10 @@ class GraphCall:
     Args:
         tape, position: the call on its forward pass.
         piece, pieces: the number of this piece of the call, in forward order, and how many there are: 0 and 1 if it is whole.
-        is_whole: whether the layer has to be run again as a whole (:mod:`.whole_recompute`).
     """
 
-    def __init__(
-        self, calls: GraphCalls, layer: StreamedLayer, tape: Tape, position: int, piece: int, pieces: int, is_whole: bool
-    ) -> None:
-        self.calls, self.layer, self.is_whole = calls, layer, is_whole
+    def __init__(self, calls: GraphCalls, layer: StreamedLayer, tape: Tape, position: int, piece: int, pieces: int) -> None:
+        self.calls, self.layer = calls, layer
         self.tape, self.position, self.piece, self.pieces = tape, position, piece, pieces
         self.open_forward = tape.open_forward()
         self.state = CallState.FORWARD
@@ -95,9 +95,9 @@ class GraphCall:
         """The unit's, in forward."""
         self._leaves: list[tuple[int, weakref.ref[torch.Tensor]]] = []
         """For each weight that was trained in forward: its place among the unit's trainable ones, and the leaf."""
-        self.holds_weights = False
-        """Whether something of the forward besides the leaves still refers to the slot: its backward would read another
-        layer's weights there. A function of the user's own does that which keeps a weight in an attribute of its context."""
+        self._address: int | None = None
+        """Where the weights have to lie in backward, if something that autograd doesn't see refers to the slot of forward. A
+        function of the user's own does that which keeps a weight in an attribute of its context."""
         self.real: RealTokens | None = None
         """Of the call's samples, the tokens to compute; None for all. From its forward on only if it runs on a row of them."""
         self._running_slot: WeightSlot | None = None
@@ -123,9 +123,9 @@ class GraphCall:
             watched: dict[int, torch.Tensor] = {}
             args, kwargs = map_tensors(functools.partial(self._watched, watched=watched), (args, kwargs))
             self.version = layer.unit.version
+            first_node = torch._C._autograd._get_sequence_nr()
             weights = self._leaves_in(slot)
-            if not self.is_whole:
-                self._take_leaves(weights, is_watched=not watched)
+            self._take_leaves(weights, is_watched=not watched)
             with named_range(f"megatrain::forward ({layer.name})"), slot.read_by(self), without_autocast_cache():
                 self.real, args, kwargs = layer.in_a_row(self.real, args, kwargs)
                 if layer.index not in calls.policy.attention_kept:  # attention inside a compiled graph isn't seen
@@ -133,8 +133,12 @@ class GraphCall:
                 output = batch_of(self.real, self._run_by_policy(weights, args, kwargs))
                 output = map_tensors(functools.partial(self._handed_out, watched=watched), output)
             del weights
-            leaves = sum([leaf() is not None for _, leaf in self._leaves])
-            self.holds_weights = slot.uses_with(layer.unit.layout) > uses + leaves
+            holders = [sys.getrefcount(leaf()) for _, leaf in self._leaves if leaf() is not None]
+            is_held = max(holders, default=0) > _HELD_ONCE_COUNT or slot.uses_with(layer.unit.layout) > uses + len(holders)
+            if is_held or layer.index in calls.hiding:
+                calls.hiding.add(layer.index)
+                self._address = slot.address
+                self._watch_nodes(first_node, output)
             return output
         finally:
             self._running_slot = None
@@ -172,13 +176,13 @@ class GraphCall:
     def _run_by_policy(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
         calls.activations.run_begins()
-        is_recomputed = self.is_whole or policy.is_recomputed(layer.index)
+        is_recomputed = policy.is_recomputed(layer.index)
         # Where inputs make room, results as large mustn't take it.
         keeps_results = is_recomputed and not policy.offloads_inputs(layer.index)
         self._expert_results = ExpertResults(keeps_results, is_last=self.piece == 0)
         budget = policy.budgets[0 if is_recomputed else 1]
         if is_recomputed:
-            captures = None if self.is_whole else self._captures
+            captures = self._captures
             if captures is None or not calls.compiled.recomputes(layer, captures, budget, self.real):
                 return self._run_to_recompute(weights, args, kwargs)
         offloaded = None
@@ -198,8 +202,11 @@ class GraphCall:
         if self._captures is not None:
             return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget, self.real)
         at_work = self._expert_results.at_work(layer, replays=is_recompute) if layer.experts else contextlib.nullcontext()
-        with at_work:
-            return layer.run(args, kwargs, self.real)
+        attention = contextlib.nullcontext() if self.real is None else SampleAttention(self.real)
+        with at_work, layer.tiles.at_work(args, kwargs), attention:
+            if takes_mappings(args, kwargs):
+                return run_with_mappings(layer.forward, args, kwargs)
+            return layer.forward(*args, **kwargs)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
@@ -216,38 +223,29 @@ class GraphCall:
             leaving = calls.activations.record(layer.name) if policy.offloads_inputs(layer.index) else None
             attention = AttentionResults(leaving)
             recording, replaying = attention.recording, attention.replaying
-        # Of a layer that is run again as a whole nothing is saved, and what it records in backward is its run's to drop.
-        saving: _Context = contextlib.nullcontext if self.is_whole else calls.saving
-        unrecorded: _Context = contextlib.nullcontext if self.is_whole else output_recorder.apart
-        # The graph of a layer that draws random numbers saves everything at any budget.
-        budget = 1.0 if self.is_whole else 0.0
 
         def body(*given: torch.Tensor) -> Any:
             nonlocal before
             args, kwargs = arguments(given)
             if first:
-                with layer.bound(first.pop()), saving(), layer.buffers.watched() as before, recording():
-                    return self._run_layer(args, kwargs, memory_budget=budget)
+                with layer.bound(first.pop()), calls.saving(), layer.buffers.watched() as before, recording():
+                    return self._run_layer(args, kwargs, memory_budget=0.0)
             with (
                 self.pinned() as slot,
                 slot.read_by(self),
-                # Of a graph of its own the gradients come to the leaves of the lease.
-                layer.bound(slot.leaves if self.is_whole else self._leaves_in(slot)),
+                layer.bound(self._leaves_in(slot)),
                 as_in_forward(),
-                saving(),
+                calls.saving(),
                 buffers_as_before(before),
                 named_range(f"megatrain::recompute ({layer.name})"),
                 replaying(),
-                unrecorded(),
+                output_recorder.apart(),
             ):
-                return self._run_layer(args, kwargs, is_recompute=True, memory_budget=budget)
+                return self._run_layer(args, kwargs, is_recompute=True, memory_budget=0.0)
 
         with no_writes_into(args, kwargs, layer.name), no_writes_to(tensors, layer.name):
             # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
-            if self.is_whole:
-                output = run_whole(self, body, tensors)
-            else:
-                output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
+            output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
         if leaving is not None:
             calls.activations.send(leaving, self.tape, self.position, self.piece)
         return output
@@ -262,9 +260,32 @@ class GraphCall:
             tensor.register_hook(self._begins)
         return tensor
 
+    def _watch_nodes(self, first: int, output: Any) -> None:
+        """Has each node of the output's graph that autograd has made from this number on ask for the slot before it runs."""
+        found = set[torch.autograd.graph.Node]()
+        to_see, end = [tensor.grad_fn for tensor in taken_apart(output)[0]], torch._C._autograd._get_sequence_nr()
+        for node in to_see:
+            # Those of leaves have the largest number that there is.
+            if node is not None and node not in found and first <= node._sequence_nr() < end:
+                found.add(node)
+                node.register_prehook(self._begins)
+                to_see += [below for below, _ in node.next_functions]
+        for _, leaf in self._leaves:
+            if (weight := leaf()) is not None:
+                weight.register_hook(self._require_begun)
+
     # ------------------------------------------------------------------ backward
 
-    def _begins(self, _: torch.Tensor) -> None:
+    def _require_begun(self, _: torch.Tensor) -> None:
+        """A leaf of a layer whose graph refers to the slot where autograd doesn't see it has its gradient."""
+        if self.state is not CallState.FORWARD and self.task != _current_task():
+            raise UnsupportedError(
+                f"backward went into layer {self.layer.name} from elsewhere than its outputs. A function of it keeps a "
+                "weight where autograd doesn't see it, and another layer's may lie there by now; let the layer return what "
+                "the loss needs, or the function keep its weights with ctx.save_for_backward()"
+            )
+
+    def _begins(self, _: Any) -> None:
         if self.state is not CallState.FORWARD:
             self.slot()
 
@@ -292,13 +313,13 @@ class GraphCall:
         if self.task != _current_task():
             self._begin()
         layer, prefetcher = self.layer, self.calls.prefetcher
-        slot = prefetcher.leased(layer)
+        slot = prefetcher.leased(layer, self._address)
         # The leases of two calls of one layer are one, and so are their weights. A closed engine has no slots left.
         if layer.unit.version != self.version:
             layer.require_version(self.version)
         if slot is None:
             upcoming = self.calls.passes.after_backward(self.tape, self.position)
-            slot = prefetcher.leases[layer.index] = prefetcher.acquire(layer, upcoming)
+            slot = prefetcher.leases[layer.index] = prefetcher.acquire(layer, upcoming, self._address)
             try:
                 slot.until_lease_ends.enter_context(named_range(f"megatrain::backward ({layer.name})"))
                 layer.require_version(self.version)  # of weights that were written since, which are taken over by now
@@ -395,8 +416,7 @@ def _call_if_alive(method: Callable[[GraphCall], None], call: weakref.ref[GraphC
 class GraphCalls:
     """Runs the layers of one engine that are in autograd's graph, and knows which of their calls are at work.
 
-    The first call of a layer finds out whether something in its graph still refers to the slot. The arguments are parts of
-    the engine that all calls work with.
+    The arguments are parts of the engine that all calls work with.
     """
 
     device: torch.device
@@ -418,10 +438,8 @@ class GraphCalls:
         below trained layers."""
         self.backwards = collections.defaultdict[int, Backward](lambda: Backward(self.offloader, self.gradient_sums))
         """Those that are under way, by autograd's number."""
-        self._tried: set[int] = set()
-        """Indices of layers of which a call has shown whether their graph still refers to the slot."""
-        self._whole: set[int] = set()
-        """Indices of those whose graph does, and can't be kept: backward runs them again as a whole."""
+        self.hiding: set[int] = set()
+        """Indices of layers of which a call has shown that their graph refers to the slot where autograd doesn't see it."""
         self._alive: weakref.WeakSet[GraphCall] = weakref.WeakSet()
 
     def saving(self, offloaded: Recording | None = None) -> saved_tensors_hooks:
@@ -431,33 +449,7 @@ class GraphCalls:
     # ------------------------------------------------------------------ forward
 
     def run(self, layer: StreamedLayer, tape: Tape, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a layer so that its graph can be differentiated.
-
-        Where the first call finds that the graph still refers to the slot, random numbers, buffers and what is recorded are
-        put back, and the call is run again as one that backward runs as a whole.
-        """
-        run = functools.partial(self._run, layer, tape, position, args, kwargs)
-        if layer.index in self._tried:
-            return run()[0]
-        random_numbers = RandomState(self.device)
-        with layer.buffers.watched() as buffers, output_recorder.apart() as recorded:
-            output, calls = run()
-        if any(call.holds_weights for call in calls):
-            random_numbers.put_back()
-            for owner, name, value in buffers:
-                owner._buffers[name] = value
-            del output, recorded  # with the first run's graph
-            self._whole.add(layer.index)
-            output, _ = run()
-        else:
-            output_recorder.enter(recorded)
-        self._tried.add(layer.index)
-        return output
-
-    def _run(
-        self, layer: StreamedLayer, tape: Tape, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, list[GraphCall]]:
-        """Runs a layer, whole or in pieces. Returns what it gives, and the calls that it took."""
+        """Runs a layer, whole or in pieces, so that its graph can be differentiated."""
         inputs: list[torch.Tensor] = []
         leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         inputs_leave = self.policy.offloads_inputs(layer.index)
@@ -465,8 +457,8 @@ class GraphCalls:
             inputs, _ = taken_apart((args, kwargs))
         if inputs_leave:
             leaving = inputs_offloaded(self.activations, layer.name, inputs, tape, position)
-        split, is_whole = BatchSplit.of_call(layer, args, kwargs, self.batch_cut), layer.index in self._whole
-        calls = [GraphCall(self, layer, tape, position, piece, split.count, is_whole) for piece in range(split.count)]
+        split = BatchSplit.of_call(layer, args, kwargs, self.batch_cut)
+        calls = [GraphCall(self, layer, tape, position, piece, split.count) for piece in range(split.count)]
         self._alive.update(calls)
         if self.real is not None:
             for call, real in zip(calls, self.real.of_pieces(split.sizes), strict=True):
@@ -476,9 +468,9 @@ class GraphCalls:
             self.passes.wait_for_head(layer)
             with leaving:
                 if split.count == 1:
-                    return calls[0].run(slot, args, kwargs), calls
+                    return calls[0].run(slot, args, kwargs)
                 with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
-                    return self._run_pieces(calls, slot, split, args, kwargs), calls
+                    return self._run_pieces(calls, slot, split, args, kwargs)
         finally:
             self.prefetcher.release(slot)
 

@@ -136,16 +136,16 @@ class Prefetcher:
             self._meter.compute_waits_for(self._last_copied_event, Cause.H2D, 0.0)
         return self.own_slots
 
-    def acquire(self, layer: Fetched, upcoming: Sequence[int]) -> WeightSlot:
-        """Makes the layer's weights usable by kernels issued from now on, and starts the copies of the ``upcoming`` layers, by
-        index, nearest first. Raises a StepWorkerError if the layer's own step failed."""
+    def acquire(self, layer: Fetched, upcoming: Sequence[int], address: int | None = None) -> WeightSlot:
+        """Makes the layer's weights usable by kernels issued from now on, in the slot at this ``address`` or in any. Starts
+        the copies of the ``upcoming`` layers, by index, nearest first. Raises a StepWorkerError if the layer's step failed."""
         layer.refresh_if_written()
-        slot = self._slot_of(layer)
+        slot = self._slot_of(layer, address)
         if slot is None:
             if not layer.gate.is_open:
                 self._refused_at.setdefault(layer.index, time.perf_counter())
             self._meter.wait_for_step(layer.name, layer.gate)
-            slot = self._victim(layer, set())
+            slot = self._victim(layer, set(), address)
             self.fill(slot, layer)
         slot.users += 1
         slot.last_used = next(self._clock)
@@ -165,10 +165,11 @@ class Prefetcher:
         slot.compute_finished_event.record(self._streams.compute_stream)
         slot.users -= 1
 
-    def leased(self, layer: Fetched) -> WeightSlot | None:
-        """The slot that the layer has a lease of, and reads now, if it holds the weights of now; else the lease ends."""
-        slot = self.leases.get(layer.index)
-        if slot is not None and (slot.holder == (layer.index, layer.unit.version) or layer.unit.is_on_device):
+    def leased(self, layer: Fetched, address: int | None = None) -> WeightSlot | None:
+        """The slot that the layer has a lease of, and reads now, if it holds the weights of now at this ``address`` or at any;
+        else the lease ends."""
+        slot, holder = self.leases.get(layer.index), (layer.index, layer.unit.version)
+        if slot is not None and address in (None, slot.address) and (slot.holder == holder or layer.unit.is_on_device):
             slot.last_used = next(self._clock)
             return slot
         self.end_lease(layer.index, prefetches=False)
@@ -187,19 +188,22 @@ class Prefetcher:
         """Called when slots were made or given up."""
         self.at_address = {slot.address: slot for slot in (*self.slots, *self.own_slots.values())}
 
-    def _slot_of(self, layer: Fetched) -> WeightSlot | None:
-        """The slot that has the layer's weights of now, or will once its copy is over: its own if it has one, else a shared
-        one."""
-        own, holder = self.own_slots.get(layer.index), (layer.index, layer.unit.version)
+    def _slot_of(self, layer: Fetched, address: int | None = None) -> WeightSlot | None:
+        """The slot that has the layer's weights of now, or will once its copy is over: the one at this ``address``, else its
+        own if it has one, else a shared one."""
+        own = self.own_slots.get(layer.index) if address is None else self.at_address[address]
+        holder = (layer.index, layer.unit.version)
         for slot in self.slots if own is None else (own,):
             if slot.holder == holder:
                 return slot
         return own if own is not None and layer.unit.is_on_device else None
 
-    def _victim(self, layer: Fetched, wanted: set[int]) -> WeightSlot:
-        """The slot to overwrite: the layer's own, or a stale one, or the least recently used, a ``wanted`` layer's last. If
-        all are in use, the lease that was read least recently ends. A StateError if all are in use by layers that run."""
-        slots = [self.own_slots[layer.index]] if layer.index in self.own_slots else self.slots
+    def _victim(self, layer: Fetched, wanted: set[int], address: int | None = None) -> WeightSlot:
+        """The slot to overwrite: the one at this ``address``, the layer's own, or a stale one, or the least recently used, a
+        ``wanted`` layer's last. If all are in use, the lease that was read least recently ends. A StateError if all are in use
+        by layers that run."""
+        own = self.own_slots.get(layer.index) if address is None else self.at_address[address]
+        slots = self.slots if own is None else [own]
 
         def rank(slot: WeightSlot) -> tuple[bool, int]:
             if slot.holder is None or slot.holder[1] != self._layers[slot.holder[0]].unit.version:

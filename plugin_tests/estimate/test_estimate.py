@@ -159,8 +159,8 @@ def layer_of_experts(batch: int, records_routing: bool = True, **settings: objec
 def test_a_layer_whose_router_is_recorded_is_reckoned_compiled_if_the_hook_is_known(
     known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not known:  # as one of a later transformers that does more
-        monkeypatch.setattr(output_recorder, "capture_of", lambda hook: None)
+    if not known:  # as one of a later transformers that has another name
+        monkeypatch.setattr(output_recorder, "captures_inside", lambda module: None)
     wanted, not_wanted = (layer_of_experts(2, compile_layers=compiles) for compiles in (True, False))
     # transformers' hook, which records the router's logits for the auxiliary loss, is inside the layer.
     assert (wanted.backward_seconds < not_wanted.backward_seconds) is known

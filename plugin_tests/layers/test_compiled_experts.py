@@ -33,9 +33,9 @@ from plain_torch import tiny_model, token_batches, train_bf16_with_masters, trai
 from torch import nn
 
 from megatrain_accelerate.engine import Engine
-from megatrain_accelerate.layers import compiled_layer, output_recorder
+from megatrain_accelerate.layers import compiled_layer
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers
-from megatrain_accelerate.layers.output_recorder import Capture, Captures, capture_of
+from megatrain_accelerate.layers.output_recorder import captures_inside, collector
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Of gradients, relative to the largest: sums in another order than eager autograd's, which round to the dtype."""
@@ -292,65 +292,48 @@ def test_a_users_hook_beside_the_recorders_keeps_working(reasons: Callable[[], l
     assert "hooks are registered inside it" in line
 
 
-def test_hooks_that_record_nothing_or_more_than_an_output_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    routes, hides = (lambda module, args, output: None), (lambda module, args, output: [output])
-    known = {routes: Capture("routes", 0), hides: Capture("hidden", 0, is_plain=False)}
-    layer[0].register_forward_hook(routes)
-    layer[1].register_forward_hook(hides)
-
-    def keys(*wanted: str) -> Any:
-        with monkeypatch.context() as patch:
-            patch.setattr(output_recorder, "capture_of", known.get)
-            patch.setattr(output_recorder, "channels", lambda: wanted)
-            found = Captures.inside(layer)
-        return None if found is None else found.key
-
-    assert keys() == ()
-    assert keys("routes") == (("0", (Capture("routes", 0),)),)
-    assert keys("routes", "hidden") is None
-    assert Captures.inside(layer) is None
-    layer[0].register_forward_pre_hook(lambda module, args: None)
-    assert keys("routes") is None
+@pytest.fixture
+def recording() -> Iterator[Callable[..., None]]:
+    """Sets the channels that are recorded."""
+    tokens = [collector().set(None)]
+    yield lambda *channels: tokens.append(collector().set({channel: [] for channel in channels}))
+    for token in reversed(tokens):
+        collector().reset(token)
 
 
-def test_hooks_of_others_and_of_versions_that_do_more_are_not_taken_for_transformers() -> None:
+def test_hooks_that_record_nothing_or_more_than_an_output_are_told_apart(recording: Callable[..., None]) -> None:
     model = of_experts("mixtral")
     one_pass(model)
-    (hook,) = model.model.layers[0].mlp.gate._forward_hooks.values()
-    assert capture_of(hook) == Capture("router_logits", 0)
-    (hook,) = model.model.layers[0]._forward_hooks.values()
-    assert capture_of(hook) == Capture("hidden_states", 0, is_plain=False)
-
-    def other(key: str, index: int, scale: float) -> Any:
-        def output_capturing_hook(module: nn.Module, args: Any, output: Any) -> Any:
-            return key, index, scale
-
-        return output_capturing_hook
-
-    def cut_off(key: str, index: int) -> Any:
-        def output_capturing_hook(module: nn.Module, args: Any, output: Any) -> Any:
-            return key, output[index].detach()
-
-        return output_capturing_hook
-
-    for later in (other("router_logits", 0, 2.0), cut_off("router_logits", 0)):
-        assert capture_of(later) is None
-        later.__module__ = hook.__module__
-        assert capture_of(later) is None
+    layer = model.model.layers[0]
+    assert captures_inside(layer) == ()
+    recording("router_logits")
+    assert captures_inside(layer) == (("mlp.gate", "router_logits", 0),)
+    recording("router_logits", "hidden_states")
+    assert captures_inside(layer) == (("mlp.gate", "router_logits", 0),), "the other one is on the layer itself"
+    assert captures_inside(model.model) is None, "the first one takes its input as well"
+    recording("router_logits")
+    layer.mlp.register_forward_pre_hook(lambda module, args: None)
+    assert captures_inside(layer) is None
 
 
-def test_hooks_are_back_after_a_layer_that_raises_where_torch_compile_is_switched_off() -> None:
+def test_hooks_of_others_are_not_taken_for_transformers() -> None:
+    def output_capturing_hook(module: nn.Module, args: Any, output: Any) -> None: ...
+
+    layer = nn.Sequential(nn.Linear(2, 2))
+    layer[0].register_forward_hook(output_capturing_hook)
+    assert captures_inside(layer) is None
+
+
+def test_a_layer_that_raises_where_torch_compile_is_switched_off_leaves_the_recording_alone() -> None:
     model = of_experts("mixtral")
     compiled(model)
     one_pass(model)
-    before = copy.copy(model.model.layers[2].mlp.gate._forward_hooks)
 
     def raises(*_: Any) -> None:
+        assert collector().get() is not None
         raise ValueError("after the router")
 
     model.model.layers[2].mlp.experts.forward = raises
     with torch.compiler.set_stance("force_eager"), pytest.raises(ValueError, match="after the router"):
         one_pass(model)
-    assert model.model.layers[2].mlp.gate._forward_hooks == before
-    assert not output_recorder.take_handed_out()
+    assert collector().get() is None

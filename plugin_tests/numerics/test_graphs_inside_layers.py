@@ -17,6 +17,7 @@ from layer_uses import (
     Case,
     Layer,
     Net,
+    backward_of,
     check,
     each_placement,
     loss_of,
@@ -29,7 +30,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import output_capturing
 
-from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.errors import StateError, UnsupportedError
 
 
 class ChecksPointsWithABackwardOfItsOwn(Layer):
@@ -56,6 +57,18 @@ class Product(torch.autograd.Function):
 class HidesItsWeight(Layer):
     def forward(self, hidden: torch.Tensor) -> Any:
         return hidden + self.down(self.activation(Product.apply(hidden, self.up.weight)))
+
+
+class ProductWithALeaf(Product):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.rows, ctx.weight = rows.detach(), weight
+        return rows @ weight.t()
+
+
+class HidesItsLeaf(Layer):
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return hidden + self.down(self.activation(ProductWithALeaf.apply(hidden, self.up.weight)))
 
 
 class HidesItsWeightAndCounts(HidesItsWeight):
@@ -110,10 +123,44 @@ def backward_within_a_backward(model: Any) -> list[torch.Tensor]:
     return [loss, *seen]
 
 
+def first_layer_again_and_again(layers: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Its calls come to lie in different slots, and in those of other layers."""
+    for place in (0, 1, 0, 2, 3, 0, 2):
+        hidden = layers[place](hidden)
+    return hidden
+
+
+def two_backwards_through_one_graph(model: Any) -> list[torch.Tensor]:
+    """The first is of what is asked for by name alone, and another forward and backward come between."""
+    hidden = model.projection(random_rows())
+    loss = model.run(model.layers, hidden).pow(2).sum()
+    seen = torch.autograd.grad(loss, hidden, retain_graph=True)
+    return [*seen, *one_step(model), *backward_of(loss)]
+
+
+def another_call_within_a_backward(model: Any) -> list[torch.Tensor]:
+    """Inside the backward of a layer's second call, its first call is differentiated, which was in another slot."""
+    layer, activations, seen = model.layers[0], list[torch.Tensor](), list[torch.Tensor]()
+    inputs = model.projection(random_rows())
+    first = layer(inputs)
+    other, hidden = first.sum(), model.layers[2](model.layers[1](first))
+    handle = layer.activation.register_forward_hook(lambda module, args, output: activations.append(output))
+    loss = layer(hidden).pow(2).sum()
+    handle.remove()
+    activations[0].register_hook(lambda _: seen.extend(torch.autograd.grad(other, inputs, retain_graph=True)))
+    return [*backward_of(loss), *seen]
+
+
 INSIDE = {
     "checkpoint_with_a_backward_of_its_own": net(ChecksPointsWithABackwardOfItsOwn),
     "weight_hidden_from_hooks": net(HidesItsWeight),
     "weight_hidden_from_hooks_beside_a_buffer": net(HidesItsWeightAndCounts),
+    "leaf_hidden_from_hooks": net(HidesItsLeaf),
+    "weight_hidden_beside_layers_on_the_device": net(HidesItsWeight, settings={"device_layers": 2}),
+    "weight_hidden_in_calls_of_one_layer": net(HidesItsWeight, first_layer_again_and_again),
+    "weight_hidden_from_two_backwards": net(HidesItsWeight, step=two_backwards_through_one_graph),
+    "weight_hidden_from_a_backward_within_a_backward": net(HidesItsWeight, step=backward_within_a_backward),
+    "weight_hidden_from_the_backward_of_another_call": net(HidesItsWeight, step=another_call_within_a_backward),
     "derivative_in_the_forward": net(DifferentiatesInside),
     "derivative_in_the_forward_beside_a_buffer": net(DifferentiatesInsideAndCounts),
     "backward_within_a_backward": net(
@@ -127,13 +174,39 @@ def test_gradients_of_graphs_inside_layers_are_those_of_plain_pytorch(case: Case
     check(case, placement)
 
 
-def test_gradients_asked_for_by_name_are_refused_where_weights_are_hidden() -> None:
-    model = Net(HidesItsWeight)
-    with placed(model, "recomputed"):
-        hidden = random_rows().requires_grad_()
-        loss = model.layers[0](model.projection(hidden)).sum()
-        with pytest.raises(UnsupportedError, match=r"keeps a weight where autograd doesn't see it.*save_for_backward"):
-            torch.autograd.grad(loss, hidden)
+class BeginsABackward(HidesItsWeight):
+    """The backward of what is given to it, within its own forward."""
+
+    def forward(self, hidden: torch.Tensor, loss: torch.Tensor | None = None) -> Any:
+        if loss is not None:
+            loss.backward()
+        return super().forward(hidden)
+
+
+def test_a_hidden_weight_is_not_fetched_over_one_of_a_layer_that_runs() -> None:
+    model = Net(BeginsABackward)
+    with placed(model, "kept"):
+        first = model.layers[0](model.projection(random_rows()))
+        second = model.layers[1](first)
+        with pytest.raises(StateError, match="needs a weight slot while all 1 are in use"):
+            model.layers[2](second.detach(), loss=first.sum())
+
+
+class LeavesAHiddenProduct(Layer):
+    """Leaves a loss on itself that depends on a hidden weight, and on nothing that it returns."""
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        self.left = Product.apply(hidden, self.up.weight).sum()
+        return super().forward(hidden)
+
+
+@pytest.mark.parametrize("placement", ["kept", "recomputed"])
+def test_a_backward_past_the_outputs_is_refused_where_weights_are_hidden(placement: str) -> None:
+    model = Net(LeavesAHiddenProduct)
+    with placed(model, placement):
+        loss_of(model)
+        with pytest.raises(UnsupportedError, match=r"from elsewhere than its outputs.*save_for_backward"):
+            model.layers[0].left.backward()
 
 
 class HidesItsWeightAndRecords(HidesItsWeight):
