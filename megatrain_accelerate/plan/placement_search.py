@@ -65,7 +65,7 @@ def _varied(at: Counts, **values: Iterable[int]) -> Iterator[Counts]:
 
 
 def _leaving_what_counts(placement: Placement) -> Placement:
-    """The same placement without inputs that would leave of layers that aren't recomputed: it takes as much time and memory."""
+    """The same placement without inputs of layers that aren't recomputed: these don't leave."""
     leaving = frozenset(filter(placement.is_recomputed, placement.inputs_offloaded))
     return dataclasses.replace(placement, inputs_offloaded=leaving)
 

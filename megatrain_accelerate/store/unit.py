@@ -16,7 +16,7 @@ from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.kernels.device import StepKernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.kernels.moments import Moments, moment_bytes, moments_within
-from megatrain_accelerate.store.host_memory import DeviceMemory, HostMemory
+from megatrain_accelerate.store.host_memory import DeviceMemory, HostMemory, copy_bytes
 from megatrain_accelerate.store.layout import ExpertRange, FlatEntry, FlatLayout, ParameterSpec
 from megatrain_accelerate.store.parameter import ParameterState, ParamHandle
 from megatrain_accelerate.store.shared_store import SharedStore, SharedUnit
@@ -95,10 +95,7 @@ class HostUnit:
             ParameterState(ParamHandle(parameter), entry, parameter.data, share=share)
             for (_, parameter), entry in zip(parameters, self.layout.entries, strict=True)
         ]
-        from_device = any(parameter.device.type != "cpu" for _, parameter in parameters)
-        weight_memory = self._make("weights", touch=from_device)
-        if from_device:
-            weight_memory.register()  # values come by copies over the link
+        self._make("weights", touch=False)
         if holds_masters:
             self.allocate("residuals")
         if self.shared is None or self.shared.ranks.rank == 0:
@@ -165,10 +162,16 @@ class HostUnit:
         value = state.parameter.detach().contiguous()
         if state.residual is not None and value.dtype == torch.float32:
             self._host_kernels.split(value.cpu(), state.weight, state.residual)
-        elif value.dtype == state.weight.dtype and value.device.type == "cpu":
-            self._host_kernels.copy(state.weight, value)  # on all threads, which read a file faster than one does
+        elif value.dtype == state.weight.dtype:
+            copy_bytes(state.weight, value, self._host_kernels)  # all threads read a file faster than one does
         else:
             state.weight.copy_(value)
+
+    def weight_on(self, device: torch.device, state: ParameterState) -> torch.Tensor:
+        """A copy of a parameter's weight there."""
+        weight = torch.empty_like(state.weight, device=device)
+        copy_bytes(weight, state.weight, self._host_kernels)
+        return weight
 
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
         """Sets a parameter's master, and so its weight, from any floating ``value`` of its shape; else a ``StateError``. An
@@ -279,7 +282,7 @@ class HostUnit:
         self.memory, self.kernels = made, kernels
         for kind in {"weights", "residuals", "moments"} & old_memory.keys():
             everything = (0, (self.sizes[kind],), torch.uint8)
-            self.memory[kind].tensor(*everything).copy_(old_memory[kind].tensor(*everything))
+            copy_bytes(self.memory[kind].tensor(*everything), old_memory[kind].tensor(*everything), self._host_kernels)
         self.gradients = None
         for state in self.states:
             state.handle.set_gradient(None)
