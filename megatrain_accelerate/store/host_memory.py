@@ -60,6 +60,8 @@ class HostMemory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._finalizer: weakref.finalize | None = None
         self._register_wanted = register
+        self.is_touched = False
+        """Whether its pages are there; set by who writes to all of them first."""
 
     @property
     def is_registered(self) -> bool:
@@ -97,6 +99,8 @@ class HostMemory:
 class DeviceMemory:
     """One block of device memory with the interface of :class:`HostMemory`, for the unit that made it and lives there: zero at
     first, and given back when the last tensor over it dies."""
+
+    is_touched = True
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self._block = torch.zeros(max(size_bytes, 1), dtype=torch.uint8, device=device)

@@ -110,6 +110,7 @@ class HostUnit:
         register = self._register and is_copied and size_bytes > 0
         shared = None if self.shared is None else self.shared.map(kind)
         memory = HostMemory(size_bytes, register=register, shared=shared)
+        memory.is_touched = touch or shared is not None
         if touch and shared is None:  # what others may have written to isn't zeroed
             self._host_kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
         return memory
@@ -203,13 +204,14 @@ class HostUnit:
         self.kernels.join(state.weight, state.residual, master)
         return master.cpu()
 
-    def allocate(self, kind: str) -> None:
+    def allocate(self, kind: str, touch: bool = True) -> None:
         """Makes one kind of memory, zero, where the unit lives, if it is missing and the unit has something of that kind.
-        Gradients only if they were promised, and not on the device, where they are autograd's own."""
+        Gradients only if they were promised, and not on the device, where they are autograd's own. What isn't touched here
+        counts as promised until it is."""
         if kind in self.memory or not self.sizes[kind]:
             return
         if kind != "gradients" or (kind in self._promised and not self.is_on_device):
-            memory = self._make(kind)
+            memory = self._make(kind, touch)
             if kind in ("gradients", "gradient_residuals"):
                 memory.register()
 
@@ -228,8 +230,9 @@ class HostUnit:
 
     @property
     def promised_bytes(self) -> int:
-        """Host memory that was promised and isn't made yet, of a unit on the host; of several ranks each counts its share."""
-        missing = set() if self.is_on_device else self._promised - self.memory.keys()
+        """Host memory that was promised and isn't taken yet, of a unit on the host; of several ranks each counts its share."""
+        taken = {kind for kind, memory in self.memory.items() if memory.is_touched}
+        missing = set() if self.is_on_device else self._promised - taken
         return sum(self.sizes[kind] for kind in missing) // (self.shared.ranks.size if self.shared else 1)
 
     def promised_moments(self, state: ParameterState) -> Moments | None:
