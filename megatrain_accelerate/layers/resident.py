@@ -41,7 +41,7 @@ class ResidentGroup:
         on_device = self.unit.is_on_device
         for state in self.unit.states:
             # Clones also where the device is the CPU: the device's copies and the host's must not be one there either.
-            weight = state.weight if on_device else state.weight.to(self._streams.device, copy=True)
+            weight = state.weight if on_device else self.unit.weight_on(self._streams.device, state)
             self._device_weights[id(state)] = weight
             is_sum, gradient = state.handle.has_fp32_sum, state.parameter.grad
             state.handle.set_gradient(None)

@@ -191,7 +191,7 @@ class FusedStep(HostStep):
         emptied or changed it the store follows, behind the steps that still write the moments; else it costs a few
         look-ups."""
         if state.moments is None:
-            self.runtime.part_of(state).unit.allocate("moments")
+            self.runtime.part_of(state).unit.allocate("moments", touch=False)  # the step does, and nobody waits for it
         entry = states[state.parameter]
         if id(state.parameter) not in self.parameter_ids:  # put into a group by hand
             self.hold([state.parameter])

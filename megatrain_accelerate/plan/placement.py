@@ -198,6 +198,11 @@ def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
 
 def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
     """The most that a step has alive on the device, besides what the engine holds there in any case."""
+    return held_bytes(model, placement) + step_bytes(outline, model, placement)
+
+
+def step_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
+    """The part of :func:`peak_bytes` that isn't there during all of the step."""
     outline = outline.at(*placement.budgets)
     calls = outline.forward_calls
     sent = sent_bytes(outline, placement)
@@ -206,6 +211,7 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
     inputs_before = [0, *itertools.accumulate(size * flag for size, flag in zip(sent, is_input, strict=True))]
     # Of a batch that runs in pieces, two pieces are on the device.
     at_once = [size // outline.profiles[event.kind].pieces for size, event in zip(sent, calls, strict=True)]
+    others_before = [0, *itertools.accumulate(size * (not flag) for size, flag in zip(at_once, is_input, strict=True))]
 
     def extra_bytes(call: int, made: int) -> int:
         """What is there besides what the outline and kept layers hold; negative if more is away.
@@ -214,7 +220,7 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
         they are ``made`` (0 or 1), and until the next offloaded layer those of the one before it; in backward the next one's.
         """
         before = max(0, call - placement.offload_spacing)
-        return sum(at_once[i] for i in range(before, call + made) if not is_input[i]) - inputs_before[before]
+        return others_before[max(before, call + made)] - others_before[before] - inputs_before[before]
 
     peak = kept = grown = extra = 0
     forward_call, backward_call = -1, len(calls)
@@ -249,10 +255,10 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
             peak = max(peak, event.live_bytes + kept + above + extra_bytes(forward_call, made=0))
             kept += staying
             extra = extra_bytes(forward_call, made=1)
-    return _held_bytes(model, placement) + max(peak, outline.tail_peak_bytes + kept + grown)
+    return max(peak, outline.tail_peak_bytes + kept + grown)
 
 
-def _held_bytes(model: Model, placement: Placement) -> int:
+def held_bytes(model: Model, placement: Placement) -> int:
     """What is on the device during all of a step, besides what the engine holds there in any case."""
     layers = [model.layers[i] for i in placement.on_device]
     held = sum(unit.state_bytes for unit in layers) + sum(unit.sum_bytes for unit in [*layers, *model.groups])

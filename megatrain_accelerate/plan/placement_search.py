@@ -11,7 +11,7 @@ from typing import Any
 
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.plan.machine import Machine
-from megatrain_accelerate.plan.placement import Counts, Model, peak_bytes, sent_bytes
+from megatrain_accelerate.plan.placement import Counts, Model, held_bytes, sent_bytes, step_bytes
 from megatrain_accelerate.plan.step_profile import StepOutline
 from megatrain_accelerate.plan.step_simulation import StepTime, simulate_step
 
@@ -64,6 +64,12 @@ def _varied(at: Counts, **values: Iterable[int]) -> Iterator[Counts]:
         yield dataclasses.replace(at, **changes)
 
 
+def _leaving_what_counts(placement: Placement) -> Placement:
+    """The same placement without inputs of layers that aren't recomputed: these don't leave."""
+    leaving = frozenset(filter(placement.is_recomputed, placement.inputs_offloaded))
+    return dataclasses.replace(placement, inputs_offloaded=leaving)
+
+
 class PlacementSearch:
     """Finds the fastest placement within a budget: device memory that the step may take besides what the engine holds anyway,
     and host memory that offloaded activations could take if all units lived on the host. What moves from there makes room.
@@ -82,10 +88,13 @@ class PlacementSearch:
         fixed: Mapping[str, Any],
         host_budget_bytes: int = 0,
     ) -> None:
-        self._outline, self._model, self._machine, self._fixed = outline, model, machine, fixed
+        self._outline, self._model, self._fixed = outline, model, fixed
         self._budget, self._host_budget = budget_bytes, host_budget_bytes
         self._count = len(model.layers)
         self._try = functools.cache(self._evaluate)
+        at = functools.cache(outline.at)
+        self._time = functools.cache(lambda placement: simulate_step(at(*placement.budgets), model, placement, machine))
+        self._step_bytes = functools.cache(lambda placement: step_bytes(at(*placement.budgets), model, placement))
         is_free = "kept" not in fixed and not fixed.get("offloaded")
         self._budget_pairs = dict.fromkeys([*(outline.budget_pairs if is_free else ()), _WHOLE])
         some, count = _spread(self._count), self._count
@@ -155,7 +164,7 @@ class PlacementSearch:
         for count in range(1, 1 if "inputs_offloaded" in self._fixed else self._count + 1):
             leaving = dataclasses.replace(settled, inputs_offloaded=frozenset(range(count)), offload_spacing=1)
             placements += [leaving] if self._has_host_room(leaving) else []
-        peaks = [peak_bytes(self._outline, self._model, placement) for placement in placements]
+        peaks = [self._peak_bytes(placement) for placement in placements]
         return self._candidate(placements[peaks.index(min(peaks))], min(peaks))
 
     def _filled(self, at: Counts, found: Candidate) -> Candidate:
@@ -197,18 +206,23 @@ class PlacementSearch:
             return dataclasses.replace(counts, kept=kept).placement(self._count)
 
         def fits_without(others: int) -> bool:
-            return peak_bytes(self._outline, self._model, placement(self._count - others)) <= self._budget
+            return self._peak_bytes(placement(self._count - others)) <= self._budget
 
         kept = self._fixed.get("kept")
         if kept is None:
             # If some number fits, so do smaller ones: the fewest that aren't kept.
             kept = self._count - bisect.bisect_left(range(self._count + 1), True, key=fits_without)
         chosen = placement(max(0, kept))
-        taken_bytes = peak_bytes(self._outline, self._model, chosen)
+        taken_bytes = self._peak_bytes(chosen)
         return self._candidate(chosen, taken_bytes) if taken_bytes <= self._budget and self._has_host_room(chosen) else None
 
     def _candidate(self, placement: Placement, peak: int) -> Candidate:
-        return Candidate(placement, peak, simulate_step(self._outline, self._model, placement, self._machine))
+        return Candidate(placement, peak, self._time(_leaving_what_counts(placement)))
+
+    def _peak_bytes(self, placement: Placement) -> int:
+        """As :func:`peak_bytes`, but what is the same wherever groups live is reckoned once."""
+        step = dataclasses.replace(_leaving_what_counts(placement), groups_on_device=False)
+        return held_bytes(self._model, placement) + self._step_bytes(step)
 
     def _has_host_room(self, placement: Placement) -> bool:
         room_bytes = self._host_budget + self._model.moved_bytes(placement)

@@ -111,8 +111,9 @@ class Slots:
 
     def filled_at(self, holder: Hashable, size_bytes: int, not_before: float) -> float:
         """When the holder's weights are in a slot, the copy queued if they aren't yet; 0 if they are."""
-        free_at = next(iter(self._users.values()))
-        return 0.0 if holder in self._users else self._link.copy(size_bytes, max(not_before, free_at))
+        if holder in self._users:
+            return 0.0
+        return self._link.copy(size_bytes, max(not_before, next(iter(self._users.values()))))
 
     def use(self, holder: Hashable, until: float) -> None:
         """The holder computes with its slot until then."""
@@ -167,6 +168,13 @@ class _Pipeline:
         self.outline = outline.at(*placement.budgets)
         self.model, self.placement, self.machine = model, placement, machine
         self.seconds = {kind: _CallSeconds(profile, machine) for kind, profile in self.outline.profiles.items()}
+        events, measured = self.outline.events, self.outline.outside_seconds
+        self.last_forward = max((i for i, event in enumerate(events) if not event.is_backward), default=-1)
+        self.outside_seconds = [event.costs.seconds(machine) for event in events]
+        """Before each event."""
+        if measured is not None:
+            until_backward = [*[0.0] * (self.last_forward + 1), measured]
+            self.outside_seconds[: len(until_backward)] = until_backward
         self.sent = sent_bytes(outline, placement)
         self.compute, self.host, self.network = Resource(), HostOptimizer(), Resource()
         self.h2d = Link(machine.h2d_bytes, machine.h2d_share_in_step, self.host)
@@ -196,18 +204,13 @@ class _Pipeline:
         return self.slots.filled_at(layer, self.model.layers[layer].weight_bytes, self.applied[layer])
 
     def forward_and_backward(self, is_last: bool) -> None:
-        placement, machine = self.placement, self.machine
+        placement = self.placement
         copies = _ActivationCopies(self)
         fetched_at: float | None = None
         self.compute.work(0.0, self.before_at)
-        events = self.outline.events
-        last_forward = max((i for i, event in enumerate(events) if not event.is_backward), default=-1)
-        measured = self.outline.outside_seconds
+        events, last_forward = self.outline.events, self.last_forward
         for position, event in enumerate(events):
-            if measured is None or position > last_forward + 1:
-                self.compute.work(event.costs.seconds(machine))
-            elif position == last_forward + 1:
-                self.compute.work(measured)
+            self.compute.work(self.outside_seconds[position])
             unit = self.model.layers[event.layer]
             seconds = self.seconds[event.kind]
             remembers = not placement.is_recomputed(event.layer)
@@ -248,7 +251,7 @@ class _Pipeline:
             fetched_at = self._weights_at(events[position + 1].layer) if position + 1 < len(events) else None
             if event.is_backward:
                 copies.bring_ahead(event.layer, issued_at)
-        self.compute.work(self.outline.tail_costs.seconds(machine))
+        self.compute.work(self.outline.tail_costs.seconds(self.machine))
         for unit in [*self.model.groups_after, *self.model.groups_before]:
             self.compute.work(0.0, self._exchange(2 * unit.gradient_bytes, self.compute.free_at))
             if is_last and not placement.groups_on_device:

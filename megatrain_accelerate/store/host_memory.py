@@ -1,21 +1,29 @@
 """Exact, huge-page-backed, registered host memory, and memory of the device with the same interface.
 
 torch's caching host allocator rounds each pinned block up to a power of two, which wastes up to half of a store that
-fills the machine. Here memory is mapped to the page, advised to use huge pages, and registered with the driver.
+fills the machine. Here memory is mapped to the page, advised to use huge pages, and registered with the driver. What isn't
+registered, since nothing streams from it yet, is copied on all threads.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import math
 import mmap
 import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from megatrain_accelerate.errors import HostMemoryError
-from megatrain_accelerate.units import format_bytes, round_up
+from megatrain_accelerate.kernels.host import HostKernels
+from megatrain_accelerate.units import MIB, format_bytes, round_up
+
+STAGED_BYTES = 32 * MIB
+"""Of each of two buffers: a copy that takes a millisecond or more, beside which it costs nothing to issue it."""
 
 
 def _unregister(address: int, mapping: mmap.mmap) -> None:
@@ -52,6 +60,8 @@ class HostMemory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._finalizer: weakref.finalize | None = None
         self._register_wanted = register
+        self.is_touched = False
+        """Whether its pages are there; set by who writes to all of them first."""
 
     @property
     def is_registered(self) -> bool:
@@ -90,6 +100,8 @@ class DeviceMemory:
     """One block of device memory with the interface of :class:`HostMemory`, for the unit that made it and lives there: zero at
     first, and given back when the last tensor over it dies."""
 
+    is_touched = True
+
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self._block = torch.zeros(max(size_bytes, 1), dtype=torch.uint8, device=device)
 
@@ -107,3 +119,54 @@ class DeviceMemory:
 
     def close(self) -> None:
         """Nothing to unregister."""
+
+
+def copy_bytes(target: torch.Tensor, source: torch.Tensor, kernels: HostKernels) -> None:
+    """Copies a contiguous tensor to another of its dtype on the host's threads, if either lies there; returns when that is
+    over. From memory that isn't page-locked, or to it, CUDA itself copies on one thread."""
+    types = {target.device.type, source.device.type}
+    if types == {"cpu"}:
+        kernels.copy(target, source)
+    elif types == {"cpu", "cuda"}:
+        with torch.cuda.device(target.device if target.is_cuda else source.device):
+            buffers = torch.empty(2, STAGED_BYTES, dtype=torch.uint8, pin_memory=True)  # torch keeps it for the next copy
+            copy_staged(target, source, buffers, [torch.cuda.Event() for _ in buffers], kernels, to_host=source.is_cuda)
+    else:
+        target.copy_(source)
+
+
+def copy_staged(
+    target: torch.Tensor,
+    source: torch.Tensor,
+    buffers: torch.Tensor,
+    events: Sequence[Any],
+    kernels: HostKernels,
+    *,
+    to_host: bool,
+) -> None:
+    """See :func:`copy_bytes`: the host fills or empties one of two page-locked ``buffers`` while the link copies the other.
+    ``events``: one for each, complete until it is first recorded."""
+    flat = (tensor.view(-1).view(torch.uint8).split(buffers.shape[1]) for tensor in (target, source))
+    arriving: collections.deque[tuple[torch.Tensor, torch.Tensor, Any]] = collections.deque()
+
+    def take_first() -> None:
+        to, buffer, event = arriving.popleft()
+        event.synchronize()  # RAW: the copy to the buffer
+        kernels.copy(to, buffer)
+
+    for turn, (to, origin) in enumerate(zip(*flat, strict=True)):
+        buffer, event = buffers[turn % 2, : to.numel()], events[turn % 2]
+        if to_host:
+            buffer.copy_(origin, non_blocking=True)
+            arriving.append((to, buffer, event))
+        else:
+            event.synchronize()  # WAR: the copy from the buffer two parts before
+            kernels.copy(buffer, origin)
+            to.copy_(buffer, non_blocking=True)
+        event.record()
+        if len(arriving) == 2:
+            take_first()
+    if arriving:
+        take_first()
+    for event in events:
+        event.synchronize()

@@ -115,3 +115,4 @@ def apply_segments(unit: HostUnit, segments: Sequence[Segment], kernels: HostKer
             unit.gradient_residuals[elements] if segment.is_sum and unit.gradient_residuals is not None else None,
             first,
         )
+    unit.memory["moments"].is_touched = True

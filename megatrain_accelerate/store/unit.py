@@ -16,7 +16,7 @@ from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.kernels.device import StepKernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.kernels.moments import Moments, moment_bytes, moments_within
-from megatrain_accelerate.store.host_memory import DeviceMemory, HostMemory
+from megatrain_accelerate.store.host_memory import DeviceMemory, HostMemory, copy_bytes
 from megatrain_accelerate.store.layout import ExpertRange, FlatEntry, FlatLayout, ParameterSpec
 from megatrain_accelerate.store.parameter import ParameterState, ParamHandle
 from megatrain_accelerate.store.shared_store import SharedStore, SharedUnit
@@ -95,10 +95,7 @@ class HostUnit:
             ParameterState(ParamHandle(parameter), entry, parameter.data, share=share)
             for (_, parameter), entry in zip(parameters, self.layout.entries, strict=True)
         ]
-        from_device = any(parameter.device.type != "cpu" for _, parameter in parameters)
-        weight_memory = self._make("weights", touch=from_device)
-        if from_device:
-            weight_memory.register()  # values come by copies over the link
+        self._make("weights", touch=False)
         if holds_masters:
             self.allocate("residuals")
         if self.shared is None or self.shared.ranks.rank == 0:
@@ -113,6 +110,7 @@ class HostUnit:
         register = self._register and is_copied and size_bytes > 0
         shared = None if self.shared is None else self.shared.map(kind)
         memory = HostMemory(size_bytes, register=register, shared=shared)
+        memory.is_touched = touch or shared is not None
         if touch and shared is None:  # what others may have written to isn't zeroed
             self._host_kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
         return memory
@@ -165,10 +163,16 @@ class HostUnit:
         value = state.parameter.detach().contiguous()
         if state.residual is not None and value.dtype == torch.float32:
             self._host_kernels.split(value.cpu(), state.weight, state.residual)
-        elif value.dtype == state.weight.dtype and value.device.type == "cpu":
-            self._host_kernels.copy(state.weight, value)  # on all threads, which read a file faster than one does
+        elif value.dtype == state.weight.dtype:
+            copy_bytes(state.weight, value, self._host_kernels)  # all threads read a file faster than one does
         else:
             state.weight.copy_(value)
+
+    def weight_on(self, device: torch.device, state: ParameterState) -> torch.Tensor:
+        """A copy of a parameter's weight there."""
+        weight = torch.empty_like(state.weight, device=device)
+        copy_bytes(weight, state.weight, self._host_kernels)
+        return weight
 
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
         """Sets a parameter's master, and so its weight, from any floating ``value`` of its shape; else a ``StateError``. An
@@ -200,13 +204,14 @@ class HostUnit:
         self.kernels.join(state.weight, state.residual, master)
         return master.cpu()
 
-    def allocate(self, kind: str) -> None:
+    def allocate(self, kind: str, touch: bool = True) -> None:
         """Makes one kind of memory, zero, where the unit lives, if it is missing and the unit has something of that kind.
-        Gradients only if they were promised, and not on the device, where they are autograd's own."""
+        Gradients only if they were promised, and not on the device, where they are autograd's own. What isn't touched here
+        counts as promised until it is."""
         if kind in self.memory or not self.sizes[kind]:
             return
         if kind != "gradients" or (kind in self._promised and not self.is_on_device):
-            memory = self._make(kind)
+            memory = self._make(kind, touch)
             if kind in ("gradients", "gradient_residuals"):
                 memory.register()
 
@@ -225,8 +230,9 @@ class HostUnit:
 
     @property
     def promised_bytes(self) -> int:
-        """Host memory that was promised and isn't made yet, of a unit on the host; of several ranks each counts its share."""
-        missing = set() if self.is_on_device else self._promised - self.memory.keys()
+        """Host memory that was promised and isn't taken yet, of a unit on the host; of several ranks each counts its share."""
+        taken = {kind for kind, memory in self.memory.items() if memory.is_touched}
+        missing = set() if self.is_on_device else self._promised - taken
         return sum(self.sizes[kind] for kind in missing) // (self.shared.ranks.size if self.shared else 1)
 
     def promised_moments(self, state: ParameterState) -> Moments | None:
@@ -279,7 +285,7 @@ class HostUnit:
         self.memory, self.kernels = made, kernels
         for kind in {"weights", "residuals", "moments"} & old_memory.keys():
             everything = (0, (self.sizes[kind],), torch.uint8)
-            self.memory[kind].tensor(*everything).copy_(old_memory[kind].tensor(*everything))
+            copy_bytes(self.memory[kind].tensor(*everything), old_memory[kind].tensor(*everything), self._host_kernels)
         self.gradients = None
         for state in self.states:
             state.handle.set_gradient(None)

@@ -15,6 +15,7 @@ from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
 from megatrain_accelerate.kernels.moments import FloatMoments
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.plan import device_plan
+from megatrain_accelerate.store.host_memory import STAGED_BYTES, copy_bytes
 from megatrain_accelerate.units import GIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -41,6 +42,18 @@ def values(seed: int, exponents: tuple[int, int]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     exponent = torch.randint(exponents[0], exponents[1], (COUNT,), generator=generator)
     return torch.ldexp(torch.randn(COUNT, generator=generator), exponent)
+
+
+@pytest.mark.parametrize("count", [1, STAGED_BYTES, 2 * STAGED_BYTES + 3, 5 * STAGED_BYTES])
+def test_every_byte_is_copied_to_the_gpu_and_back(count: int) -> None:
+    kernels = HostKernels()
+    source = torch.randint(256, (count,), dtype=torch.uint8)
+    there, back = torch.zeros(count, dtype=torch.uint8, device="cuda"), torch.zeros_like(source)
+    copy_bytes(there, source, kernels)
+    assert torch.equal(there, source.cuda())
+    copy_bytes(back, there, kernels)
+    assert torch.equal(back, source)
+    kernels.close()
 
 
 @pytest.mark.parametrize("exponents", [(-12, 3), (-60, 10)], ids=["usual", "tiny gradients"])

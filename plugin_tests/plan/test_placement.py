@@ -10,6 +10,7 @@ from engine_runs import Training, attach
 from plain_torch import tiny_model, token_batches
 from torch import nn
 
+from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
 
@@ -47,6 +48,23 @@ def test_a_streamed_layer_is_fetched_twice_and_one_on_the_device_never() -> None
 
 def test_a_model_wholly_on_the_device_moves_nothing_over_the_link() -> None:
     assert fetches_of_a_step(training(device_layers=-1)) == (0, 0, 0)
+
+
+def test_nobody_waits_for_the_pages_of_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = training(device_layers=0)
+    unit = run.engine.runtime.layers[0].unit
+    zeroed: list[int] = []
+    zero = HostKernels.zero
+
+    def note(self: HostKernels, tensor: torch.Tensor) -> None:
+        zeroed.append(tensor.nbytes)
+        zero(self, tensor)
+
+    monkeypatch.setattr(HostKernels, "zero", note)
+    run.step(token_batches(1)[0])
+    assert "moments" in unit.memory
+    assert unit.memory["gradients"].size_bytes in zeroed  # type: ignore[union-attr]
+    assert unit.memory["moments"].size_bytes not in zeroed  # type: ignore[union-attr]
 
 
 def test_host_memory_of_units_on_the_device_is_given_back() -> None:
