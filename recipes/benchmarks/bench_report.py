@@ -104,7 +104,8 @@ def trainer_row(case: str, shape: tuple[str, int, int], system: str, result: dic
         "all_plans_seconds": result["all_plans_seconds"],
         "parameters": result["parameters"],
         "active_parameters": result["active_parameters"],
-        "predicted_step_ms": logged.get("predicted_step_ms"),
+        # Of documents, that of the largest batch that the plan is for.
+        "predicted_step_ms": None if result["data"] == "real" else logged.get("predicted_step_ms"),
         "gpu_peak_gib": logged.get("gpu_peak_gib")
         or max((at.get("gpu_peak_gib", 0) for at in result["rows"]), default=0)
         or None,
