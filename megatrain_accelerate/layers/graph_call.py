@@ -298,7 +298,7 @@ class GraphCall:
             layer.require_version(self.version)
         if slot is None:
             upcoming = self.calls.passes.after_backward(self.tape, self.position)
-            slot = prefetcher.leases[layer.index] = prefetcher.acquire(layer, upcoming)
+            slot = prefetcher.leases[layer.index] = prefetcher.acquire(layer, upcoming, self.tape.order.together)
             try:
                 slot.until_lease_ends.enter_context(named_range(f"megatrain::backward ({layer.name})"))
                 layer.require_version(self.version)  # of weights that were written since, which are taken over by now
@@ -471,7 +471,8 @@ class GraphCalls:
         if self.real is not None:
             for call, real in zip(calls, self.real.of_pieces(split.sizes), strict=True):
                 call.real = real
-        slot = self.prefetcher.acquire(layer, self.passes.after_forward(tape, position, True))
+        upcoming = self.passes.after_forward(tape, position, True)
+        slot = self.prefetcher.acquire(layer, upcoming, tape.order.together)
         try:
             self.passes.wait_for_head(layer)
             with leaving:
