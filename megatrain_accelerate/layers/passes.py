@@ -53,6 +53,7 @@ class Passes:
         on_end: Callable[[int, bool], None],
     ) -> None:
         self.order, self._order_of_all = (CallOrder(len(layers), together=together) for together in (False, True))
+        """The first is of what this rank may do alone."""
         self.is_together = False
         """Whether the forward in progress is one in which all ranks gather weights."""
         self._last_layer, self._groups = layers[-1], groups
@@ -95,6 +96,8 @@ class Passes:
     def after_backward(self, tape: Tape, position: int) -> Sequence[int]:
         """Notes that the backward of a call has begun; returns the indices of the layers that are expected after it."""
         self._tape = tape
+        if tape.order.together:
+            self._prefetcher.let_go()  # of layers that one rank may hold since the forward
         self._in_this_backward.add(tape.open_forward())
         forward_follows = not self._offloader.gradients_complete()
         return tape.order.after_backward(tape, position, self._prefetcher.look_ahead, forward_follows)

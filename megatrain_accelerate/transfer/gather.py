@@ -4,16 +4,16 @@ parts between their devices. Host memory is read once for all of them, and a lin
 A rank waits for ever in a gather that another one doesn't join. So all gather the same layers in the same order, by rules
 that use nothing but what all ranks have alike:
 
-- **Which calls.** Those that have a graph, of training forwards of the whole model, in which all ranks meet first; and the
-  backwards of these. A rank copies whole layers for all else, which it may do alone: evaluations, generations, trials of the
-  plan. Nothing is gathered for a model with a frozen layer, since a rank may leave it out (that of pictures, say). No rank may
-  leave out one that is trained: its gradients are exchanged.
+- **Which calls.** Those that have a graph, of training forwards of the whole model, which all ranks make; and their backwards.
+  A rank copies whole layers for all else, which it may do alone: evaluations, generations, trials of the plan. Nothing is
+  gathered for a model with a frozen layer, since a rank may leave it out (that of pictures, say). No rank may leave out one
+  that is trained: its gradients are exchanged.
 - **What is expected.** These passes have a :class:`~megatrain_accelerate.transfer.call_order.CallOrder` of their own.
 - **What is there.** A slot notes what was gathered into it last, and when a gathered layer was last used there. Whether a
   layer is there, and which slot is overwritten, these notes decide, which nothing that a rank does alone changes. A rank that
   has copied something else over what was gathered copies that layer again, whole and alone.
-- **Which slots.** A layer that one rank holds for its evaluations lets go of its slot when all ask for it. When a plan was
-  made, in which layers may have moved, nothing counts as gathered.
+- **Which slots.** Layers that one rank holds for its evaluations, in slots of their own, are let go of before. When a plan was
+  made, by which layers may have moved, nothing counts as gathered.
 - **When.** A step may be applied for one rank and not yet for another. So slots are chosen whether it is or not, and gathers
   are issued in the order of the choices: when their steps are applied, or, waiting for that, when the layer is needed or the
   forward ends. A backward fetches what its forward had, of which no step is under way.

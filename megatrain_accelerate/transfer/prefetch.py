@@ -238,7 +238,6 @@ class Prefetcher:
 
     def _gathered(self, layer: Fetched) -> WeightSlot:
         """The slot with a layer for which all ranks ask, who choose alike."""
-        self.let_go()  # one rank alone may hold layers
         slot = self._slot_of(layer, together=True) or self._choose(layer, set())
         slot.last_gathered = next(self._clock)
         if self._chosen:

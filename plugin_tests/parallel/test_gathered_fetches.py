@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from engine_runs import Training, attach
 from plain_torch import tiny_model, token_batches
 from rank_runs import join_ranks, require_success, run_ranks
@@ -99,7 +100,7 @@ def one_rank_evaluates_before_a_backward(run: Training, rank: int, step: int, id
 
 
 def one_rank_holds_layers(run: Training, rank: int, step: int, ids: torch.Tensor) -> None:
-    """In slots of their own, of which the others have none, before a forward and before a second backward through its graph."""
+    """In slots of their own, which the others don't have, before a forward and before a second backward through its graph."""
 
     def hold() -> None:
         if rank == 0:
@@ -151,10 +152,10 @@ class LateSeen(UpdateGate):
 
 
 def late_steps(run: Training, rank: int, step: int, ids: torch.Tensor) -> None:
-    """For one rank a step is applied before others ask for it, for the rest not."""
+    """For one rank a step is applied before others ask for it, for the rest not. They meet before their backward."""
     for layer in run.engine.runtime.layers:
         layer.gate.__class__ = LateSeen if rank else EarlySeen
-    train(run, ids)
+    train(run, ids, between=dist.barrier)
 
 
 def late_steps_of_other_layers(run: Training, rank: int, step: int, ids: torch.Tensor) -> None:

@@ -113,6 +113,9 @@ def test_ranks_run_by_the_plan_of_the_largest_batch_in_the_smallest_budget(tmp_p
     # The ranks' slots are rounded up to equal parts.
     assert first["sizes"] == repr(dataclasses.replace(sizes, fetch_share=0.5, slot_bytes=0))
     assert first["exchange"] == estimated._fixed_bytes_by_kind()["exchange"]
+    model.model.layers[1].requires_grad_(False)
+    sizes = ForecastPlan(MetaEngine(model, config, gpus=2), config, described).model_sizes()
+    assert sizes.fetch_share == 1.0, "a rank may leave out a frozen layer"
 
 
 if __name__ == "__main__":
