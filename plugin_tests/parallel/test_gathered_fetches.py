@@ -287,7 +287,7 @@ def test_gathered_weights_train_as_whole_fetches_do(runs: Runs, case: str) -> No
 def test_a_rank_copies_its_part_of_the_weights(runs: Runs) -> None:
     for run in runs:
         (_, of_whole), (_, of_parts) = run["plain"]
-        assert of_parts < 1.1 * of_whole / len(runs)
+        assert of_parts < 1.2 * of_whole / len(runs), "parts are rounded up"
 
 
 def test_the_plan_has_ranks_gather_where_that_is_faster_and_none_may_leave_a_layer_out(tmp_path: Path) -> None:
