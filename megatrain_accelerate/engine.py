@@ -379,6 +379,7 @@ class Engine:
                 self.runtime.calls.real = real_tokens(inputs)
             began = time.perf_counter()
             self.device_plan.follow(model, inputs)
+            self.runtime.passes.is_together = self.runtime.prefetcher.gathers
             self.runtime.meter.counters.plan_seconds += time.perf_counter() - began
             self.runtime.offloader.make_places(self.runtime.units)  # of what the plan leaves on the host
         self.runtime.batch_cut.begin((args, kwargs))  # behind the plan, which looks at other batches
@@ -392,7 +393,7 @@ class Engine:
 
     def _begin_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.runtime.end_forward()  # one that was interrupted
-        self.runtime.passes.order.end_pass()
+        self.runtime.passes.begin_forward()
         has_graph = torch.is_grad_enabled()
         for engine in all_engines():
             if has_graph or engine is not self:

@@ -42,6 +42,7 @@ def train_streamed(
     device: str = "cpu",
     learning_rate: Callable[[int], float] = lambda step: 1e-3,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    gathers: bool = False,
     **settings: object,
 ) -> PlainRun:
     """The same loop as ``plain_torch.train_bf16_with_masters`` through the engine, on a copy of ``model``."""
@@ -51,6 +52,7 @@ def train_streamed(
     else:
         optimizer = make_optimizer(list(model.parameters()))
     engine = attach(model, bf16=bf16, device=device, **settings)
+    engine.runtime.prefetcher.gathers = gathers
     last_micro_batch = False
     engine.runtime.offloader.gradients_complete = lambda: last_micro_batch
     adopt_optimizer(optimizer, engine.runtime, schedule)

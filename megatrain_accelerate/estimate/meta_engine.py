@@ -157,6 +157,8 @@ class ForecastPlan(DevicePlan):
         super().__init__(engine.runtime, config, torch.device("cpu"))
         self.micro_batches, self._ranks, self._exchange_bytes = micro_batches, machine.all_gpus, machine.exchange_bytes
         self._given_budget_bytes = machine.gpu_bytes
+        others = 1 - 1 / machine.gpus if self.may_gather else 0.0
+        self._fetch_share = min(1.0, 1 - others + others * machine.machine.h2d_bytes / machine.exchange_bytes)
         self.store_bytes = engine.store_bytes(self.adds_on_host)
 
     def model_sizes(self) -> Model:

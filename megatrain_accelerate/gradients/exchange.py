@@ -5,7 +5,6 @@ the bytes of a reduce-scatter in bf16."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,12 +12,10 @@ import torch.distributed as dist
 from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.shared_store import SharedStore
+from megatrain_accelerate.transfer.gather import all_gather
 from megatrain_accelerate.transfer.meter import named_range
 from megatrain_accelerate.transfer.streams import Streams
 from megatrain_accelerate.units import MIB
-
-# The name of torch 2.13, which warns of the older one.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 _BUCKET_BYTES = 64 * MIB
 """At most so much of gradients that stay on the device is exchanged at a time."""
@@ -127,7 +124,7 @@ class Exchange:
         torch.cat(list(pieces), out=sent[:count])
         dist.all_to_all_single(received, sent)
         mean = _mean(list(received.view(ranks.size, of_rank))).to(dtype)
-        _all_gather(sent, mean)
+        all_gather(sent, mean)
         torch._foreach_copy_(list(pieces), list(sent[:count].split([piece.numel() for piece in pieces])))
 
 

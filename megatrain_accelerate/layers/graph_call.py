@@ -319,7 +319,13 @@ class GraphCall:
             layer.require_version(self.version)
         if slot is None:
             upcoming = self.calls.passes.after_backward(self.tape, self.position)
-            slot = prefetcher.leases[layer.index] = prefetcher.acquire(layer, upcoming, self._address)
+            together = self.tape.order.together
+            slot = prefetcher.acquire(layer, upcoming, together, None if together else self._address)
+            if self._address is not None and slot.address != self._address:
+                # All ranks have gathered it into another one; this rank's copy for what autograd doesn't see is its own.
+                prefetcher.release(slot)
+                slot = prefetcher.acquire(layer, (), address=self._address)
+            prefetcher.leases[layer.index] = slot
             try:
                 slot.until_lease_ends.enter_context(named_range(f"megatrain::backward ({layer.name})"))
                 layer.require_version(self.version)  # of weights that were written since, which are taken over by now
@@ -463,7 +469,8 @@ class GraphCalls:
         if self.real is not None:
             for call, real in zip(calls, self.real.of_pieces(split.sizes), strict=True):
                 call.real = real
-        slot = self.prefetcher.acquire(layer, self.passes.after_forward(tape, position, True))
+        upcoming = self.passes.after_forward(tape, position, True)
+        slot = self.prefetcher.acquire(layer, upcoming, tape.order.together)
         try:
             self.passes.wait_for_head(layer)
             with leaving:

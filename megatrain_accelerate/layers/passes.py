@@ -52,7 +52,10 @@ class Passes:
         watch: Watch,
         on_end: Callable[[int, bool], None],
     ) -> None:
-        self.order = CallOrder(len(layers))
+        self.order, self._order_of_all = (CallOrder(len(layers), together=together) for together in (False, True))
+        """The first is of what this rank may do alone."""
+        self.is_together = False
+        """Whether the forward in progress is one in which all ranks gather weights."""
         self._last_layer, self._groups = layers[-1], groups
         self._prefetcher, self._offloader, self._watch, self._on_end = prefetcher, offloader, watch, on_end
         self._task: int | None = None
@@ -65,17 +68,22 @@ class Passes:
 
     # ------------------------------------------------------------------ forward
 
+    def begin_forward(self) -> None:
+        """A forward of the whole model begins."""
+        for order in (self.order, self._order_of_all):
+            order.end_pass()
+
     def record(self, layer: StreamedLayer) -> tuple[Tape, int, OpenForward]:
         """Notes a forward call that has a graph: returns its place, and a mark that the graph is to hold, so that it dies with
         it."""
-        tape, position = self.order.record(layer.index)
+        tape, position = (self._order_of_all if self.is_together else self.order).record(layer.index)
         open_forward = tape.open_forward()
         self.open.add(open_forward)
         return tape, position, open_forward
 
     def after_forward(self, tape: Tape, position: int, backward_follows: bool) -> Sequence[int]:
         """Indices of the layers that are expected after a forward call, nearest first."""
-        return self.order.after_forward(tape, position, self._prefetcher.look_ahead, backward_follows)
+        return tape.order.after_forward(tape, position, self._prefetcher.look_ahead, backward_follows)
 
     def wait_for_head(self, layer: StreamedLayer) -> None:
         """Some read the head's weight without calling the head (Liger, TRL): behind the last layer it must be valid."""
@@ -88,9 +96,11 @@ class Passes:
     def after_backward(self, tape: Tape, position: int) -> Sequence[int]:
         """Notes that the backward of a call has begun; returns the indices of the layers that are expected after it."""
         self._tape = tape
+        if tape.order.together:
+            self._prefetcher.let_go()  # of layers that one rank may hold since the forward
         self._in_this_backward.add(tape.open_forward())
         forward_follows = not self._offloader.gradients_complete()
-        return self.order.after_backward(tape, position, self._prefetcher.look_ahead, forward_follows)
+        return tape.order.after_backward(tape, position, self._prefetcher.look_ahead, forward_follows)
 
     def backward_begins(self, of_forward: OpenForward | None = None, *_: torch.Tensor) -> None:
         """Something of a backward runs, of that forward; the first time, what is to be done at its end is noted."""
@@ -106,8 +116,8 @@ class Passes:
         """A backward is over, or an exception ended it. Other forwards may wait for one of their own."""
         if succeeded:
             self.open -= self._in_this_backward
+            (self.order if self._tape is None else self._tape.order).end_pass()
             self._tape = None
-            self.order.end_pass()
         self._in_this_backward.clear()
         if succeeded or self._task == task:
             self._task = None

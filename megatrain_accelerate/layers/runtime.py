@@ -41,6 +41,7 @@ from megatrain_accelerate.store.step_worker import StepWorker
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader
 from megatrain_accelerate.transfer.call_order import OpenForward
+from megatrain_accelerate.transfer.gather import Gather
 from megatrain_accelerate.transfer.meter import Cause, Meter, named_range
 from megatrain_accelerate.transfer.parts import Streamed
 from megatrain_accelerate.transfer.prefetch import Prefetcher
@@ -99,7 +100,8 @@ class StreamingRuntime:
         self.steppers: list[UnitStepper] = []
         """The optimizers that step the parameters."""
         self.sums = Fp32Sums(self.units, config, streams.device, kernels, 1 if shared is None else shared.ranks.size)
-        self.prefetcher = Prefetcher(self.layers, config.placement.slots, streams, meter)
+        gather = None if shared is None else Gather(shared.file, shared.ranks)
+        self.prefetcher = Prefetcher(self.layers, config.placement.slots, streams, meter, gather)
         whole = [part.unit.layout for part in (*self.layers, *self.experts)]
         at_once = [layer.unit.layout for layer in self.layers]
         at_once += [part.unit.layout for experts in self.experts for part in experts.parts]
@@ -282,6 +284,9 @@ class StreamingRuntime:
     def end_forward(self) -> None:
         self._all_held = {}
         self.calls.real = None
+        if self.passes.is_together:
+            self.passes.is_together = False
+            self.prefetcher.issue_all()
 
     @property
     def _nothing_streams(self) -> bool:

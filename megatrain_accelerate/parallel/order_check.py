@@ -1,4 +1,4 @@
-"""Whether the ranks exchange the same things: two layers of one shape could be mixed up, and nobody would see it."""
+"""Whether ranks exchange and fetch the same things: two layers of one shape could be mixed up, and nobody would see it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _LENGTH = 1024
 
 
 class OrderCheck:
-    """A list of what each rank has exchanged last, in memory that all map. Each compares itself with those ahead of it."""
+    """A list of each rank's last collectives of one kind (``what`` they exchange), in memory that all map. Each rank compares
+    its own with those of ranks ahead of it."""
 
-    def __init__(self, file: SharedFile, ranks: Ranks) -> None:
-        self._rank, self._count = ranks.rank, 0
+    def __init__(self, file: SharedFile, ranks: Ranks, what: str) -> None:
+        self._rank, self._count, self._what = ranks.rank, 0, what
         self._rows = file.rows(ctypes.c_uint64 * _LENGTH)
         self._names: dict[int, str] = {}
 
@@ -31,7 +32,7 @@ class OrderCheck:
             number, other = divmod(row[self._count % _LENGTH], 1 << 32)
             if number == self._count and other != code:
                 raise RankError(
-                    f"rank {self._rank} exchanges gradients of {name} where rank {rank} exchanges those of "
+                    f"rank {self._rank} exchanges {self._what} of {name} where rank {rank} exchanges those of "
                     f"{self._names.get(other, 'another layer')}: the ranks run other layers, or in another order. Layers that "
                     "are left out at random (layerdrop) must be left out on all ranks alike; set their probability to 0"
                 )

@@ -97,6 +97,8 @@ class DevicePlan:
         """The smallest of several ranks', while they plan together."""
         self._exchange_bytes = math.inf
         """Of gradients that several ranks exchange a second."""
+        self._fetch_share = 1.0
+        """Seconds of a fetch with the other ranks, by those of a whole one."""
         self._cudnn_again: weakref.finalize[[bool], DevicePlan] | None = None
         """While attention runs without cuDNN, what gives it back: at the latest when the plan goes with its model."""
         self._is_displaced = False
@@ -222,6 +224,8 @@ class DevicePlan:
         if self._exchange_bytes == math.inf and self.has_budget and exchange is not None:
             _ = self._machine  # which is measured when it is first asked for
             self._exchange_bytes = exchange.trial() / seconds_of(self._device, exchange.trial)
+            if self._runtime.prefetcher.slots and self.may_gather:
+                self._choose_fetches(ranks)
         failure: Exception | None = None
         with replaced(self, "_given_budget_bytes", min(ranks.gather(self._budget_bytes()))):
             if ranks.rank == planner:
@@ -244,6 +248,20 @@ class DevicePlan:
         if ranks.rank != planner:
             self._adopt(made)
             self._note_rows(*sizes)
+        self._runtime.prefetcher.forget_gathered()
+
+    @property
+    def may_gather(self) -> bool:
+        """Whether all ranks are sure to run the same layers; a frozen one (of pictures, say) may be left out by some."""
+        return all(layer.has_trainable for layer in self._runtime.layers)
+
+    def _choose_fetches(self, ranks: Ranks) -> None:
+        """Weights are gathered from all ranks if that takes less time than when each fetches them whole, all at once."""
+        prefetcher = self._runtime.prefetcher
+        own = [seconds_of(self._device, functools.partial(prefetcher.trial, together)) for together in (False, True)]
+        whole, gathered = map(max, zip(*ranks.gather(own), strict=True))
+        prefetcher.gathers = gathered < whole
+        self._fetch_share = min(1.0, gathered / whole)
 
     def _adopt(self, plan: PlanRecord) -> None:
         """Layers run by this plan from now on."""
@@ -558,6 +576,7 @@ class DevicePlan:
             micro_batches=self.micro_batches,
             ranks=self._ranks,
             exchange_bytes=self._exchange_bytes,
+            fetch_share=self._fetch_share,
             parts={
                 layer.index: [sizes(part.owner.unit).of_part(part) for at in layer.experts for part in at.parts]
                 for layer in runtime.layers

@@ -164,7 +164,9 @@ class Model:
     parts: Mapping[int, Sequence[UnitSizes]] = dataclasses.field(default_factory=dict)
     """By layer, those of its experts that stream in parts, which :attr:`layers` leaves out."""
     ranks: int = 1
-    """Processes with a GPU each, of which each fetches layers whole and steps its share."""
+    """Processes with a GPU each, of which each steps its share."""
+    fetch_share: float = 1.0
+    """Of the link's time for a layer's weights: below 1 where ranks fetch parts, and gather them."""
     exchange_bytes: float = math.inf
     """Bytes of its gradients a second that each rank sends to the others of its machine while it adds up what it gets."""
     machines: int = 1

@@ -201,7 +201,8 @@ class _Pipeline:
         """When the layer's weights are on the device."""
         if layer in self.placement.on_device:
             return 0.0
-        return self.slots.filled_at(layer, self.model.layers[layer].weight_bytes, self.applied[layer])
+        size_bytes = int(self.model.fetch_share * self.model.layers[layer].weight_bytes)
+        return self.slots.filled_at(layer, size_bytes, self.applied[layer])
 
     def forward_and_backward(self, is_last: bool) -> None:
         placement = self.placement

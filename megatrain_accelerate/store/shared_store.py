@@ -26,7 +26,7 @@ class SharedStore:
         self.file = SharedFile(ranks)
         self.steps = self.file.rows(ctypes.c_int64 * units)
         """How many steps of each unit each rank has applied to its share: a row for each rank, written by its step worker."""
-        self.order = OrderCheck(self.file, ranks)
+        self.order = OrderCheck(self.file, ranks, "gradients")
         self.units = 0
         """So far."""
         self.is_loading = False

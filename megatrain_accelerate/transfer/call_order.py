@@ -11,9 +11,11 @@ class OpenForward:
 
 
 class Tape:
-    """The layer calls of one forward pass, by layer index. The calls know their position on it."""
+    """The layer calls of one forward pass, by layer index, of those that an ``order`` predicts. The calls know their position
+    on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, order: CallOrder) -> None:
+        self.order = order
         self.calls: list[int] = []
         self._open_forward: weakref.ref[OpenForward] | None = None
 
@@ -31,13 +33,14 @@ class CallOrder:
 
     Before the first pass layers are expected in index order. A pass begins when the layer that began the last one runs again,
     unless it is the only layer. Of parts of layers, which a layer may call several times, it begins with one of the layers,
-    whose order is the ``leader``.
+    whose order is the ``leader``. Passes that all ranks make ``together`` have an order of their own, the same on all of them.
     """
 
-    def __init__(self, layer_count: int, leader: CallOrder | None = None) -> None:
+    def __init__(self, layer_count: int, leader: CallOrder | None = None, together: bool = False) -> None:
+        self.together = together
         self._expected = list(range(layer_count))
         self._is_only_layer = layer_count == 1 and leader is None
-        self._tape = Tape()
+        self._tape = Tape(self)
         self._ended = False
         self._leader = leader
         self._led_by: Tape | None = None
@@ -52,7 +55,7 @@ class CallOrder:
         if begins or not self._tape.calls:
             self._ended = False
             self._expected = self._tape.calls or self._expected
-            self._tape, self._led_by = Tape(), leading
+            self._tape, self._led_by = Tape(self), leading
         self._tape.calls.append(index)
         return self._tape, len(self._tape.calls) - 1
 
@@ -79,5 +82,5 @@ class CallOrder:
         start = max(0, position - count)
         following = tape.calls[start:position][::-1]
         if len(following) < count and forward_follows:
-            following = following + self._expected[: count - len(following)]
+            following = following + tape.calls[: count - len(following)]
         return following

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import torch
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.store.unit import HostUnit
+from megatrain_accelerate.transfer.gather import Gather
 from megatrain_accelerate.transfer.meter import Cause, Meter, named_range
 from megatrain_accelerate.transfer.parts import Fetched
 from megatrain_accelerate.transfer.streams import Streams, WeightSlot
@@ -23,13 +25,21 @@ class Prefetcher:
     copied. Copies are issued on the h2d stream when a layer is asked for or a backward of one is over, for layers whose steps
     are applied, into slots whose last readers were issued. The launching thread never waits for a copy, and waits for a step
     only when the layer itself is next. ``layers``: all that are streamed, by index.
+
+    What several ranks ``gather`` they ask for ``together``; :mod:`.gather` says by which rules they do so alike.
     """
 
-    def __init__(self, layers: Sequence[Fetched], slots: int, streams: Streams, meter: Meter) -> None:
-        self._layers = layers
+    def __init__(
+        self, layers: Sequence[Fetched], slots: int, streams: Streams, meter: Meter, gather: Gather | None = None
+    ) -> None:
+        self._layers, self._gather = layers, gather
+        self.gathers = False
+        """Whether training passes fetch together; set by the plan, on all ranks."""
         self._streams = streams
         self._meter = meter
         self._largest = max((layer.unit.layout.weight_bytes for layer in layers), default=0)
+        if gather is not None:
+            self._largest = gather.slot_bytes(self._largest)
         self.slot_count = slots
         self.slots: list[WeightSlot] = []
         self.own_slots: dict[int, WeightSlot] = {}
@@ -43,7 +53,10 @@ class Prefetcher:
         self.leases: dict[int, WeightSlot] = {}
         """Slots of the layers whose backward has begun, by index, from the first saved tensor that it reads to the last. A
         cache: where every slot is in use the one that was read least recently is given up, and taken anew."""
-        self._upcoming: Sequence[int] = ()
+        self._upcoming: tuple[Sequence[int], bool] = (), False
+        """The layers that the last call expected, and whether they are fetched together."""
+        self._chosen: collections.deque[tuple[WeightSlot, Fetched]] = collections.deque()
+        """Slots that were chosen together and what is to be gathered into them, which isn't issued yet."""
         self.at_address: dict[int, WeightSlot] = {}
         """The slots that there are, by where their memory begins."""
         self.note_moves()
@@ -136,29 +149,34 @@ class Prefetcher:
             self._meter.compute_waits_for(self._last_copied_event, Cause.H2D, 0.0)
         return self.own_slots
 
-    def acquire(self, layer: Fetched, upcoming: Sequence[int], address: int | None = None) -> WeightSlot:
+    def acquire(
+        self, layer: Fetched, upcoming: Sequence[int], together: bool = False, address: int | None = None
+    ) -> WeightSlot:
         """Makes the layer's weights usable by kernels issued from now on, in the slot at this ``address`` or in any. Starts
         the copies of the ``upcoming`` layers, by index, nearest first. Raises a StepWorkerError if the layer's step failed."""
         layer.refresh_if_written()
-        slot = self._slot_of(layer, address)
+        slot = self._gathered(layer) if together else self._slot_of(layer, address=address)
         if slot is None:
-            if not layer.gate.is_open:
-                self._refused_at.setdefault(layer.index, time.perf_counter())
-            self._meter.wait_for_step(layer.name, layer.gate)
-            slot = self._victim(layer, set(), address)
+            self._wait_for_step(layer)
+            slot = self._victim(layer, set(), address=address)
             self.fill(slot, layer)
         slot.users += 1
         slot.last_used = next(self._clock)
-        self._upcoming = upcoming
+        self._upcoming = upcoming, together
         try:
             if not slot.params_copied_event.query():
                 # RAW: the kernels must see the whole copy.
                 self._meter.compute_waits_for(slot.params_copied_event, Cause.H2D, slot.late_ms)
-            self.prefetch(upcoming)
+            self.prefetch(upcoming, together)
         except BaseException:
             self.release(slot)
             raise
         return slot
+
+    def _wait_for_step(self, layer: Fetched) -> None:
+        if not layer.gate.is_open:
+            self._refused_at.setdefault(layer.index, time.perf_counter())
+        self._meter.wait_for_step(layer.name, layer.gate)
 
     def release(self, slot: WeightSlot) -> None:
         """The caller, who acquired the slot, issues no kernel from now on that reads it."""
@@ -182,23 +200,23 @@ class Prefetcher:
             slot.leaves = []
             self.release(slot)
             if prefetches:
-                self.prefetch(self._upcoming)
+                self.prefetch(*self._upcoming)
 
     def _note_slots(self) -> None:
         """Called when slots were made or given up."""
         self.at_address = {slot.address: slot for slot in (*self.slots, *self.own_slots.values())}
 
-    def _slot_of(self, layer: Fetched, address: int | None = None) -> WeightSlot | None:
+    def _slot_of(self, layer: Fetched, together: bool = False, address: int | None = None) -> WeightSlot | None:
         """The slot that has the layer's weights of now, or will once its copy is over: the one at this ``address``, else its
-        own if it has one, else a shared one."""
+        own if it has one, else a shared one. ``together`` the one into which they were gathered."""
         own = self.own_slots.get(layer.index) if address is None else self.at_address[address]
         holder = (layer.index, layer.unit.version)
         for slot in self.slots if own is None else (own,):
-            if slot.holder == holder:
+            if (slot.gathered if together else slot.holder) == holder:
                 return slot
         return own if own is not None and layer.unit.is_on_device else None
 
-    def _victim(self, layer: Fetched, wanted: set[int], address: int | None = None) -> WeightSlot:
+    def _victim(self, layer: Fetched, wanted: set[int], together: bool = False, address: int | None = None) -> WeightSlot:
         """The slot to overwrite: the one at this ``address``, the layer's own, or a stale one, or the least recently used, a
         ``wanted`` layer's last. If all are in use, the lease that was read least recently ends. A StateError if all are in use
         by layers that run."""
@@ -206,9 +224,10 @@ class Prefetcher:
         slots = self.slots if own is None else [own]
 
         def rank(slot: WeightSlot) -> tuple[bool, int]:
-            if slot.holder is None or slot.holder[1] != self._layers[slot.holder[0]].unit.version:
+            holder, last_used = (slot.gathered, slot.last_gathered) if together else (slot.holder, slot.last_used)
+            if holder is None or holder[1] != self._layers[holder[0]].unit.version:
                 return False, -1
-            return slot.holder[0] in wanted, slot.last_used
+            return holder[0] in wanted, last_used
 
         if free := [slot for slot in slots if not slot.users]:
             return min(free, key=rank)
@@ -223,7 +242,46 @@ class Prefetcher:
         self.end_lease(index, prefetches=False)
         return found
 
-    def prefetch(self, upcoming: Sequence[int]) -> None:
+    def _gathered(self, layer: Fetched) -> WeightSlot:
+        """The slot with a layer for which all ranks ask, who choose alike."""
+        slot = self._slot_of(layer, together=True) or self._choose(layer, set())
+        slot.last_gathered = next(self._clock)
+        if self._chosen:
+            self._issue(until=slot)
+        if slot.holder != slot.gathered:
+            self.fill(slot, layer)
+        return slot
+
+    def _choose(self, layer: Fetched, wanted: set[int]) -> WeightSlot:
+        """Chooses the slot into which all ranks gather a layer next."""
+        slot = self._victim(layer, wanted, together=True)
+        slot.gathered = (layer.index, layer.unit.version)
+        self._chosen.append((slot, layer))
+        return slot
+
+    def _issue(self, until: WeightSlot | None = None) -> None:
+        """Gathers what was chosen, in the order of the choices, as far as steps are applied; waits for them while the slot
+        ``until`` isn't filled."""
+        while self._chosen:
+            slot, layer = self._chosen[0]
+            if not layer.gate.is_open and all(chosen is not until for chosen, _ in self._chosen):
+                self._refused_at.setdefault(layer.index, time.perf_counter())
+                return
+            self._wait_for_step(layer)
+            self._chosen.popleft()
+            self.fill(slot, layer, True)
+
+    def issue_all(self) -> None:
+        """Gathers all that was chosen, before this rank does something else: others may wait for it."""
+        if self._chosen:
+            self._issue(until=self._chosen[-1][0])
+
+    def forget_gathered(self) -> None:
+        """What was gathered doesn't count any more; called by all ranks, since it may differ where layers moved."""
+        for slot in self.slots:
+            slot.gathered, slot.last_gathered = None, 0
+
+    def prefetch(self, upcoming: Sequence[int], together: bool = False) -> None:
         """Issues the copies of layers that will run, for as many of them as have room."""
         room = sum([not slot.users for slot in self.slots])
         wanted: set[int] = set()
@@ -236,35 +294,53 @@ class Prefetcher:
                     continue
                 wanted.add(index)
             # A write to weights since a layer's last use is noticed by `acquire`.
-            if self._slot_of(self._layers[index]) is None:
+            if self._slot_of(self._layers[index], together) is None:
                 missing.append(index)
         for index in dict.fromkeys(missing):
             layer = self._layers[index]
+            if together:
+                self._choose(layer, wanted)
+                continue
             if not layer.gate.is_open:
                 self._refused_at.setdefault(index, time.perf_counter())
                 break  # it is tried again with the next layer, and at the latest when it is needed
             layer.gate.wait()
             self.fill(self._victim(layer, wanted), layer)
+        if self._chosen:
+            self._issue()
 
-    def fill(self, slot: WeightSlot, layer: Fetched) -> None:
-        """Issues the copy of a layer's weights into a slot."""
+    def trial(self, together: bool) -> None:
+        """Fetches the largest layer of the host, to be timed; called by all ranks at once."""
+        of_host = [layer for layer in self._layers if not layer.unit.is_on_device]
+        self.fill(self.slots[0], max(of_host, key=lambda layer: layer.unit.layout.weight_bytes), together)
+        self.slots[0].holder = None
+
+    def fill(self, slot: WeightSlot, layer: Fetched, together: bool = False) -> None:
+        """Issues the copy of a layer's weights into a slot, or that of a part of them which all ranks gather."""
         assert not slot.users, f"layer {layer.name} would overwrite a slot in use"
         slot.holder = None  # until the copy is issued: an interrupt must not leave a slot that claims to hold it
         layer.unit.register_weights()  # the first time: what moves to the device before is never registered
         now = time.perf_counter()
         slot.late_ms = 1e3 * (now - self._refused_at.pop(layer.index, now))
-        size_bytes = layer.unit.layout.weight_bytes
+        size_bytes = copied_bytes = layer.unit.layout.weight_bytes
+        pieces = layer.unit.pieces(slot.buffer)
+        gather = self._gather if together else None
+        if gather is not None:
+            part = gather.part(size_bytes)
+            pieces, copied_bytes = [(source[part], target[part]) for source, target in pieces], part.stop - part.start
         if layer.index in self.own_slots:  # all_held() may have given it out, and its readers don't tell when they are done
             slot.compute_finished_event.record(self._streams.compute_stream)
         h2d_stream = self._streams.h2d_stream
         with self._streams.on(h2d_stream), named_range(f"megatrain::prefetch ({layer.name})"):
             # WAR: kernels of the layer that the slot held may still read it.
             h2d_stream.wait_event(slot.compute_finished_event)
-            with self._meter.copying(Cause.H2D, size_bytes):
-                for source, target in layer.unit.pieces(slot.buffer):
+            with self._meter.copying(Cause.H2D, copied_bytes):
+                for source, target in pieces:
                     target.copy_(source, non_blocking=True)
+            if gather is not None:
+                gather.run(slot.buffer, size_bytes, layer.name)
             slot.params_copied_event.record(h2d_stream)
         self._last_copied_event = slot.params_copied_event
         slot.holder = (layer.index, layer.unit.version)
-        self._meter.counters.h2d_bytes += size_bytes
+        self._meter.counters.h2d_bytes += copied_bytes
         self._meter.counters.weight_fetches += 1

@@ -104,7 +104,10 @@ class WeightSlot(_Slot):
         self.holder: tuple[int, int] | None = None
         """(layer index, version of the unit's weights) that the buffer holds or is being filled with;
         ``params_copied_event`` says when it is full."""
-        self.last_used = 0
+        self.gathered: tuple[int, int] | None = None
+        """The same of what all ranks gathered into it last. If it isn't the holder, this rank has copied over it since."""
+        self.last_used = self.last_gathered = 0
+        """When a call used it last, and when one that all ranks make did."""
         self.users = 0
         """How many calls of its layer use it now, issuing kernels that read it: one that a backward has begun with may run
         again within a recompute. Nothing else may be copied into it meanwhile."""

@@ -17,6 +17,8 @@ from plain_torch import PlainRun, tiny_model, token_batches, train_bf16_with_mas
 from rank_runs import join_ranks, require_success, run_ranks
 from torch import nn
 
+from megatrain_accelerate.transfer.prefetch import Prefetcher
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
 STEPS = 6
@@ -30,10 +32,16 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulation": {"accumulation": 3},
     "accumulation, two layers on the devices": {"accumulation": 3, "device_layers": 2},
     "accumulation, all on the devices": {"accumulation": 3, **ALL_ON_DEVICE},
+    "gathered": {"gathers": True},
+    "gathered, three slots, accumulation": {"gathers": True, "slots": 3, "accumulation": 3},
+    "gathered, two layers on the devices": {"gathers": True, "device_layers": 2},
+    "gathered, a rank's copies late": {"gathers": True},
     "clipped": {"max_norm": 0.5},
     "clipped, all on the devices": {"max_norm": 0.5, **ALL_ON_DEVICE},
 }
 DEVICES = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3")}
+SLEEP_CYCLES = 20_000_000
+"""Some 10 ms: longer than all that a step of these models computes."""
 SECONDS = 5.0
 """Within which the others end with a rank that was killed."""
 
@@ -44,6 +52,12 @@ def model() -> nn.Module:
 
 def batches(ranks: int) -> list[torch.Tensor]:
     return token_batches(STEPS * ranks, length=64)
+
+
+def late_fill(self: Any, *args: Any, fill: Any = Prefetcher.fill) -> None:
+    with self._streams.on(self._streams.h2d_stream):
+        torch.cuda._sleep(SLEEP_CYCLES)
+    fill(self, *args)
 
 
 def main() -> None:
@@ -69,9 +83,12 @@ def main() -> None:
             mortal.model.norm.register_forward_pre_hook(lambda module, args: args[0].register_hook(die) and None)
         train_streamed(mortal, own, device=f"cuda:{rank}")
         return
-    runs = {
-        name: train_streamed(model(), own, device=f"cuda:{rank}", **{"max_norm": None, **how}) for name, how in CASES.items()
-    }
+    runs = {}
+    for name, how in CASES.items():
+        with pytest.MonkeyPatch.context() as patch:
+            if name.endswith("late") and rank == 1:
+                patch.setattr(Prefetcher, "fill", late_fill)
+            runs[name] = train_streamed(model(), own, device=f"cuda:{rank}", **{"max_norm": None, **how})
     torch.save(runs, folder / f"{rank}.pt")
 
 

@@ -61,7 +61,7 @@ def main() -> None:
     device_plan.seconds_of = lambda *_: SECONDS  # between GPUs; on one CPU it is so slow that nothing would live on the device
     rank, found = join_ranks(), []
     run = training(rank)
-    sizes = repr(dataclasses.replace(run.engine.device_plan.model_sizes(), exchange_bytes=1e11))
+    sizes = repr(dataclasses.replace(run.engine.device_plan.model_sizes(), exchange_bytes=1e11, fetch_share=0.5, slot_bytes=0))
     run.engine.device_plan.foresee = out_of_memory  # type: ignore[method-assign]
     with pytest.raises(torch.OutOfMemoryError, match="as the planner says"):
         run.step(token_batches(1, length=LENGTHS[rank][0])[0])
@@ -108,8 +108,14 @@ def test_ranks_run_by_the_plan_of_the_largest_batch_in_the_smallest_budget(tmp_p
     config, machine = MegatrainConfig(), Machine(1e9, 1e9, 1e9, 1e9, 1e9)
     described = machine_with(machine, gpus=2, exchange_bytes=1e11)
     estimated = ForecastPlan(MetaEngine(model, config, gpus=2), config, described)
-    assert first["sizes"] == repr(estimated.model_sizes())
+    sizes = estimated.model_sizes()
+    assert sizes.fetch_share == pytest.approx(0.5 + 0.5 * 1e9 / 1e11), "half over the link, half from the other"
+    # The ranks' slots are rounded up to equal parts.
+    assert first["sizes"] == repr(dataclasses.replace(sizes, fetch_share=0.5, slot_bytes=0))
     assert first["exchange"] == estimated._fixed_bytes_by_kind()["exchange"]
+    model.model.layers[1].requires_grad_(False)
+    sizes = ForecastPlan(MetaEngine(model, config, gpus=2), config, described).model_sizes()
+    assert sizes.fetch_share == 1.0, "a rank may leave out a frozen layer"
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ SAME_BATCHES: dict[str, dict[str, Any]] = {
     "streamed": {},
     "in fp32": {"bf16": False},
     "serial, three slots": {"schedule": "serial", "slots": 3},
+    "gathered": {"gathers": True},
+    "gathered, in fp32, three slots": {"gathers": True, "bf16": False, "slots": 3},
     "two layers kept": {"kept_layers": 2},
     "two layers on the device": {"device_layers": 2},
     "all on the device": {"device_layers": 4, "kept_layers": 4},
@@ -28,12 +30,15 @@ SAME_BATCHES: dict[str, dict[str, Any]] = {
     "accumulation": {"accumulation": 3},
     "accumulation, two layers on the device": {"accumulation": 3, "device_layers": 2},
     "accumulation in bf16": {"accumulation": 3, "accumulation_dtype": "bf16"},
+    "gathered, accumulation, two layers on the device": {"gathers": True, "accumulation": 3, "device_layers": 2},
     "a part frozen": {"frozen": "mlp"},
+    "gathered, a part frozen": {"gathers": True, "frozen": "mlp"},
 }
 """How the trainings differ in which all ranks get the same batches: the mean of two equal gradients is the gradient."""
 
 OTHER_BATCHES: dict[str, dict[str, Any]] = {
     "streamed": {},
+    "gathered": {"gathers": True},
     "two layers on the device": {"device_layers": 2},
     "all on the device": {"device_layers": 4, "kept_layers": 4},
     "accumulation": {"accumulation": 2},

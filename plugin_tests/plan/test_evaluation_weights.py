@@ -211,9 +211,12 @@ def test_layers_are_fetched_ahead_in_the_first_training_forward_after_it(
             model.eval()(input_ids=ids)
     prefetcher, expected = engine.runtime.prefetcher, []
     acquire = prefetcher.acquire
-    monkeypatch.setattr(
-        prefetcher, "acquire", lambda layer, upcoming: (expected.append(list(upcoming)), acquire(layer, upcoming))[1]
-    )
+
+    def noting(layer: Any, upcoming: Any, *how: Any) -> Any:
+        expected.append(list(upcoming))
+        return acquire(layer, upcoming, *how)
+
+    monkeypatch.setattr(prefetcher, "acquire", noting)
     model.train()(input_ids=ids)
     assert [upcoming[:1] for upcoming in expected[:5]] == [[1], [2], [3], [4], [5]]
 

@@ -21,7 +21,7 @@ from megatrain_accelerate.plan.step_outline import outline_step
 from megatrain_accelerate.store.host_pool import HostPool
 from megatrain_accelerate.transfer import activation_offload
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader
-from megatrain_accelerate.transfer.call_order import Tape
+from megatrain_accelerate.transfer.call_order import CallOrder, Tape
 from megatrain_accelerate.transfer.meter import Meter
 from megatrain_accelerate.transfer.streams import Streams
 from megatrain_accelerate.units import MIB
@@ -69,7 +69,7 @@ def test_views_come_back_with_their_bits_and_strides_and_their_storage_travels_o
 ) -> None:
     base = torch.randint(0, 2, (6, 8, 4)).to(dtype)
     saved = [base, base.transpose(0, 2), base[2:5, 1::2], base[:1].expand(3, 8, 4), base.flatten()[7]]
-    recording, tape = offloader.record("layer", []), Tape()
+    recording, tape = offloader.record("layer", []), Tape(CallOrder(1))
     places = [recording.place(tensor) for tensor in saved]
     offloader.send(recording, tape, 0)
     assert offloader.pool.used_bytes == 64 * 1024, "one block"
@@ -105,7 +105,7 @@ def test_what_is_written_to_after_it_was_saved_is_an_error_not_a_wrong_gradient(
     recording = offloader.record("layers.3", [])
     places = [recording.place(tensor) for tensor in tensors]
     tensors[0].add_(1)  # while its layer runs
-    offloader.send(recording, Tape(), 0)
+    offloader.send(recording, Tape(CallOrder(1)), 0)
     tensors[1].add_(1)  # while its copy is under way
     offloader.settle()
     for place in places[:2]:
@@ -124,7 +124,7 @@ def test_a_tensor_saved_before_and_after_a_write_is_two_values(
     before = recording.place(tensor)
     tensor.add_(1)
     after = recording.place(tensor)
-    offloader.send(recording, Tape(), 0)
+    offloader.send(recording, Tape(CallOrder(1)), 0)
     assert before is not None
     assert after is not None
     with pytest.raises(UnsupportedError):
@@ -133,7 +133,7 @@ def test_a_tensor_saved_before_and_after_a_write_is_two_values(
 
 
 def test_device_memory_is_given_up_one_run_later(offloader: ActivationOffloader, small_tensors_leave: None) -> None:
-    tape, alive, places = Tape(), [], []
+    tape, alive, places = Tape(CallOrder(1)), [], []
     for position in range(4):
         offloader.run_begins()
         alive.append([ref() is not None for ref in places_storages(places)])
@@ -156,7 +156,7 @@ def test_between_runs_that_leave_others_have_time_for_the_copies(
     offloader: ActivationOffloader, small_tensors_leave: None
 ) -> None:
     offloader.spacing = 3
-    tape, alive, places = Tape(), [], []
+    tape, alive, places = Tape(CallOrder(1)), [], []
     for position in range(9):
         offloader.run_begins()
         alive.append(sum(ref() is not None for ref in places_storages(places)))

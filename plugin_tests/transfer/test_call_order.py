@@ -10,7 +10,7 @@ from megatrain_accelerate.transfer.call_order import CallOrder, Tape
 def run(order: CallOrder, calls: list[int], count: int = 2, backward_follows: bool = True) -> tuple[Tape, list[list[int]]]:
     """Records a forward pass; returns its tape and what was expected after each call."""
     expected = []
-    tape = Tape()
+    tape = Tape(order)
     for index in calls:
         tape, position = order.record(index)
         assert tape.calls[position] == index

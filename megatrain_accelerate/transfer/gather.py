@@ -1,0 +1,70 @@
+"""Fetches that several ranks make together: each copies a part of a layer's weights over its own link, and all gather the
+parts between their devices. Host memory is read once for all of them, and a link carries one part.
+
+A rank waits for ever in a gather that another one doesn't join. So all gather the same layers in the same order, by rules
+that use nothing but what all ranks have alike:
+
+- **Which calls.** Those that have a graph, of training forwards of the whole model, which all ranks make; and their backwards.
+  A rank copies whole layers for all else, which it may do alone: evaluations, generations, trials of the plan. Nothing is
+  gathered for a model with a frozen layer, since a rank may leave it out (that of pictures, say). No rank may leave out one
+  that is trained: its gradients are exchanged.
+- **What is expected.** These passes have a :class:`~megatrain_accelerate.transfer.call_order.CallOrder` of their own.
+- **What is there.** A slot notes what was gathered into it last, and when a gathered layer was last used there. Whether a
+  layer is there, and which slot is overwritten, these notes decide, which nothing that a rank does alone changes. A rank that
+  has copied something else over what was gathered copies that layer again, whole and alone.
+- **Which slots.** Layers that one rank holds for its evaluations, in slots of their own, are let go of before. When a plan was
+  made, by which layers may have moved, nothing counts as gathered.
+- **When.** A step may be applied for one rank and not yet for another. So slots are chosen whether it is or not, and gathers
+  are issued in the order of the choices: when their steps are applied, or, waiting for that, when the layer is needed or the
+  forward ends. A backward fetches what its forward had, of which no step is under way.
+
+Where scripts break the rules (a layer is repeated more often on one rank, say), names are compared before each gather.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatrain_accelerate.parallel.order_check import OrderCheck
+from megatrain_accelerate.parallel.ranks import MEETING_SECONDS, Ranks
+from megatrain_accelerate.parallel.shared_file import SharedFile
+
+# The name of torch 2.13, which warns of the older one.
+all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
+_PART_MULTIPLE = 512
+"""Bytes of which a part is a multiple, so that each begins where copies are fast."""
+
+
+class Gather:
+    """The parts into which weights are cut, and the collective that puts them together. All ranks make it, and call it for
+    the same layers in the same order."""
+
+    def __init__(self, file: SharedFile, ranks: Ranks) -> None:
+        self._ranks = ranks
+        # With a communicator of its own: in the exchange's, it would wait for gradients that are still computed.
+        self._group = dist.new_group(timeout=datetime.timedelta(seconds=MEETING_SECONDS))
+        self._order = OrderCheck(file, ranks, "weights")
+
+    def _part_bytes(self, size_bytes: int) -> int:
+        return -(-size_bytes // (self._ranks.size * _PART_MULTIPLE)) * _PART_MULTIPLE
+
+    def slot_bytes(self, size_bytes: int) -> int:
+        """What a slot needs for weights of this size: equal parts, of which the last may not be filled."""
+        return self._ranks.size * self._part_bytes(size_bytes)
+
+    def part(self, size_bytes: int) -> slice:
+        """Where this rank's part of so many bytes lies. That of the last ranks may be short, or empty."""
+        part, rank = self._part_bytes(size_bytes), self._ranks.rank
+        return slice(min(rank * part, size_bytes), min((rank + 1) * part, size_bytes))
+
+    def run(self, buffer: torch.Tensor, size_bytes: int, name: str) -> None:
+        """The parts that the ranks have of a slot's buffer become those of all, on the current stream."""
+        self._order.enter(name)
+        part = self._part_bytes(size_bytes)
+        own = buffer[self._ranks.rank * part : (self._ranks.rank + 1) * part]
+        all_gather(buffer[: self._ranks.size * part], own, group=self._group)
