@@ -366,6 +366,8 @@ class DevicePlan:
             if (enlarged := enlarged_batch(model, inputs, seen, growth)) is None:
                 break
             batch, real = enlarged
+            if self._runtime.calls.real is None:  # a batch that is computed whole takes more than its tokens in a row
+                real = None
             try:
                 with replaced(self._runtime.calls, "real", real):
                     # Room for batches that never came isn't worth smaller pieces, or tiles.
