@@ -98,8 +98,8 @@ class GraphCall:
         self._address: int | None = None
         """Where the weights have to lie in backward, if something that autograd doesn't see refers to the slot of forward. A
         function of the user's own does that which keeps a weight in an attribute of its context."""
-        self.real: RealTokens | None = None
-        """Of the call's samples, the tokens to compute; None for all. From its forward on only if it runs on a row of them."""
+        self.row: RealTokens | None = None
+        """The tokens of the row that it runs on; None if its arguments are batches."""
         self._running_slot: WeightSlot | None = None
         self._captures: Captures | None = None
         """What it hands out if it runs compiled; None for a layer's own code."""
@@ -127,10 +127,9 @@ class GraphCall:
             weights = self._leaves_in(slot)
             self._take_leaves(weights, is_watched=not watched)
             with named_range(f"megatrain::forward ({layer.name})"), slot.read_by(self), without_autocast_cache():
-                self.real, args, kwargs = layer.in_a_row(self.real, args, kwargs)
                 if layer.index not in calls.policy.attention_kept:  # attention inside a compiled graph isn't seen
-                    self._captures = calls.compiled.wants(layer, self.real)
-                output = batch_of(self.real, self._run_by_policy(weights, args, kwargs))
+                    self._captures = calls.compiled.wants(layer, self.row)
+                output = self._run_by_policy(weights, args, kwargs)
                 output = map_tensors(functools.partial(self._handed_out, watched=watched), output)
             del weights
             holders = [sys.getrefcount(leaf()) for _, leaf in self._leaves if leaf() is not None]
@@ -183,7 +182,7 @@ class GraphCall:
         budget = policy.budgets[0 if is_recomputed else 1]
         if is_recomputed:
             captures = self._captures
-            if captures is None or not calls.compiled.recomputes(layer, captures, budget, self.real):
+            if captures is None or not calls.compiled.recomputes(layer, captures, budget, self.row):
                 return self._run_to_recompute(weights, args, kwargs)
         offloaded = None
         if layer.index in policy.offloaded:
@@ -200,9 +199,9 @@ class GraphCall:
     ) -> Any:
         layer = self.layer
         if self._captures is not None:
-            return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget, self.real)
+            return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget, self.row)
         at_work = self._expert_results.at_work(layer, replays=is_recompute) if layer.experts else contextlib.nullcontext()
-        attention = contextlib.nullcontext() if self.real is None else SampleAttention(self.real)
+        attention = contextlib.nullcontext() if self.row is None else SampleAttention(self.row)
         with at_work, layer.tiles.at_work(args, kwargs), attention:
             if takes_mappings(args, kwargs):
                 return run_with_mappings(layer.forward, args, kwargs)
@@ -459,23 +458,24 @@ class GraphCalls:
         inputs: list[torch.Tensor] = []
         leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         inputs_leave = self.policy.offloads_inputs(layer.index)
+        split = BatchSplit.of_call(layer, args, kwargs, self.batch_cut)
+        row = None
+        if split.count == 1 and self.real is not None:
+            row, args, kwargs = layer.in_a_row(self.real, args, kwargs)
         if self.batch_cut.size is not None or inputs_leave:
             inputs, _ = taken_apart((args, kwargs))
         if inputs_leave:
             leaving = inputs_offloaded(self.activations, layer.name, inputs, tape, position)
-        split = BatchSplit.of_call(layer, args, kwargs, self.batch_cut)
         calls = [GraphCall(self, layer, tape, position, piece, split.count) for piece in range(split.count)]
         self._alive.update(calls)
-        if self.real is not None:
-            for call, real in zip(calls, self.real.of_pieces(split.sizes), strict=True):
-                call.real = real
+        calls[0].row = row
         upcoming = self.passes.after_forward(tape, position, True)
         slot = self.prefetcher.acquire(layer, upcoming, tape.order.together)
         try:
             self.passes.wait_for_head(layer)
             with leaving:
                 if split.count == 1:
-                    return calls[0].run(slot, args, kwargs)
+                    return batch_of(row, calls[0].run(slot, args, kwargs))
                 with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
                     return self._run_pieces(calls, slot, split, args, kwargs)
         finally:
@@ -488,9 +488,11 @@ class GraphCalls:
         name = calls[0].layer.name
         pieces: list[list[torch.Tensor]] = []
         first: Any = None
-        for call, (args_of_piece, kwargs_of_piece) in zip(calls, split.arguments(args, kwargs), strict=True):
-            with output_recorder.apart() as recorded, no_writes_into(args_of_piece, kwargs_of_piece, name):
-                output = call.run(slot, args_of_piece, kwargs_of_piece)
+        reals = [None] * split.count if self.real is None else self.real.of_pieces(split.sizes)
+        for call, real, of_piece in zip(calls, reals, split.arguments(args, kwargs), strict=True):
+            with output_recorder.apart() as recorded, no_writes_into(*of_piece, name):
+                call.row, own_args, own_kwargs = call.layer.in_a_row(real, *of_piece)
+                output = batch_of(call.row, call.run(slot, own_args, own_kwargs))
             tensors, put_together = taken_apart((output, recorded))
             rest = put_together([None] * len(tensors))
             first = first or rest

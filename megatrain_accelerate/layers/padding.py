@@ -1,9 +1,10 @@
-"""Padding: what a batch holds after the ends of its shorter sequences. Which tokens are none, and when that may be left out.
+"""Padding: what a batch holds after the ends of its shorter sequences. Which tokens are padding, and when it may be left out.
 
 In a causal model what follows a sequence's end affects none of its tokens, and the loss only where a label asks for it.
 Without such labels what is computed there is never read: layers run on the other tokens alone (:mod:`.unpadded_layer`).
 
-B samples, T tokens of the longest, N tokens that are computed: the real ones, and some behind them for a multiple of 64.
+B samples, T tokens of the longest, N tokens that are computed: the real ones, and some padding
+after them, so that N is a multiple of 64.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 _WORTH_LEAVING_OUT = 0.1
-"""Share of a batch. Gathering what is left, and putting it back, takes time, too."""
+"""Padding is left out where it is more than this share of a batch: gathering and putting back take time."""
 _MULTIPLE = 64
 """The number of computed tokens is rounded up to a multiple of this: products of other numbers of rows are slower."""
 _IGNORED = -100
@@ -43,22 +44,22 @@ class RealTokens:
     begins: torch.Tensor
     """int32 (B + 1,), on the device: where each sample begins among the N tokens, and N."""
     span: torch.Tensor
-    """As many rows as the longest sample has computed tokens, of nothing: a compiled graph takes its size."""
+    """A tensor without numbers, with as many rows as the longest sample has computed tokens: a graph reads its size."""
     _pieces: dict[tuple[int, ...], list[RealTokens | None]] = dataclasses.field(default_factory=dict)
     """By the samples of each piece: all layers cut a batch alike."""
     _once: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
-    """What was found of tensors, by their memory and place in it: all layers are given the same, and again in backward."""
+    """What was made of arguments that all layers share (masks, position embeddings), by storage and place in it."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> RealTokens | None:
         """The tokens to compute of samples of these lengths, in a batch as wide as ``width``; None where too little would be
-        left out, or samples have no room for what is to be filled up."""
+        left out, nothing is left, or there is too little padding to fill up a multiple of 64."""
         to_fill_up, counts = -sum(lengths) % _MULTIPLE, []
         for length in lengths:
             more = min(to_fill_up, width - length)
             to_fill_up -= more
             counts.append(length + more)
-        if to_fill_up or sum(counts) >= (1 - _WORTH_LEAVING_OUT) * len(lengths) * width:
+        if to_fill_up or not sum(counts) or sum(counts) >= (1 - _WORTH_LEAVING_OUT) * len(lengths) * width:
             return None
         return cls.of_counts(lengths, counts, width, device)
 
@@ -87,7 +88,7 @@ class RealTokens:
         return (_Take.apply(tokens, self.index) if tensor.requires_grad else tokens.index_select(0, self.index))[None]
 
     def columns_of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """For each computed token, what a tensor that is the same for all samples has for its place; T is ``dim``."""
+        """The entries for the computed tokens' places, of a tensor that all samples share; its dimension ``dim`` has them."""
         known, place = self._known_of(tensor)
         if place not in known:
             known[place] = tensor.index_select(dim, self.columns)
@@ -105,7 +106,7 @@ class RealTokens:
 
     def hides_padding_alone(self, mask: torch.Tensor) -> bool:
         """Whether a mask (B or 1, 1, T, T), True or 0 where a token is seen, lets each real token see itself and all before
-        it. Waits for the device where it isn't known from an earlier layer. A mask without data is taken for such a one."""
+        it. Waits for the device where it isn't known from an earlier layer. A mask without data is taken to do so."""
         if isinstance(mask, FakeTensor) or mask.is_meta:
             return True
         known, place = self._known_of(mask)
@@ -157,7 +158,7 @@ def may_leave_padding_out(model: nn.Module, layers: Collection[str]) -> bool:
     language model of transformers, or PEFT's model around one, all of whose layers stand in one list."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     kind = type(base)
-    is_causal = kind.__name__.endswith("ForCausalLM") and kind.__module__.startswith("transformers")
+    is_causal = kind.__name__.endswith("ForCausalLM") and kind.__module__.startswith("transformers.")
     is_encoder_decoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
     return is_causal and not is_encoder_decoder and len({name.rpartition(".")[0] for name in layers}) == 1
 

@@ -40,7 +40,7 @@ class SlotPlace(NamedTuple):
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
-def _innermost() -> Hooks | None:
+def innermost_hooks() -> Hooks | None:
     """The hooks that act now."""
     found: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found
@@ -58,7 +58,7 @@ if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):  # befor
         _entered.hooks.pop()
         _exit(self, *error)
 
-    def _innermost() -> Hooks | None:
+    def innermost_hooks() -> Hooks | None:
         hooks = _entered.__dict__.get("hooks")
         return hooks[-1] if hooks else None
 
@@ -80,7 +80,7 @@ class SavedTensors:
 
     def recording(self) -> saved_tensors_hooks:
         """Autograd saves what the body computes. To be entered anew for each body: only the innermost hooks act."""
-        self._outer = _innermost()
+        self._outer = innermost_hooks()
         if self._outer is None:
             return saved_tensors_hooks(self.pack, _unpack)
         outer_unpack = self._outer[1]

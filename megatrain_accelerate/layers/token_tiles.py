@@ -205,7 +205,7 @@ def code_of(module: nn.Module) -> Hashable:
         plain = [
             (name, value if isinstance(value, (bool, int, float, str)) else getattr(value, "__qualname__", ""))
             for name, value in sorted(child.__dict__.items())
-            if isinstance(value, (bool, int, float, str)) or callable(value)
+            if (isinstance(value, (bool, int, float, str)) and "idx" not in name) or callable(value)
         ]
         shapes = [(name, tuple(p.shape), p.dtype) for name, p in child._parameters.items() if p is not None]
         parts.append((type(child), tuple(plain), tuple(shapes), tuple(child._modules)))

@@ -2,13 +2,13 @@
 
 The tokens of all samples stand behind one another, as one row (1, N, ...) instead of (B, T, ...), and each sample attends to
 itself alone. Flash attention takes such rows together with where their samples begin (Dao, arXiv 2307.08691). BERT was trained
-so (Zeng et al., arXiv 2208.08124), and transformers does it in the data collator (``DataCollatorWithFlattening``); here model,
-script and batch know nothing of it, since each layer takes the batch apart and puts it together again.
+so (Zeng et al., arXiv 2208.08124), and transformers does it in the data collator (``DataCollatorWithFlattening``). The engine
+makes the row before each layer and the batch behind it, so model, script and collator needn't know.
 
-Which layers can is tried out on two made-up samples, so that no model has to be known by name. A token that isn't a number
-spoils whatever is computed from it: if one sample's tokens are none, the other's results must still be numbers, and they must
-be those of the sample alone. So a layer that mixes tokens by other means than torch's attention (a convolution, a recurrence)
-computes padding, and so does one that draws random numbers.
+Whether a layer can run so is tried out on two made-up samples, so that no model has to be known by name. One sample's tokens
+are made NaN: the other's results and gradients must stay finite. Its results must also equal those of that sample alone. So a
+layer that mixes tokens by other means than torch's attention (a convolution, a recurrence) computes padding, and so does one
+that draws random numbers.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from megatrain_accelerate.layers.ambient_state import RandomState
 from megatrain_accelerate.layers.nested_tensors import map_tensors, taken_apart
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.proxy import is_proxy
+from megatrain_accelerate.layers.saved_tensors import innermost_hooks
 from megatrain_accelerate.layers.token_tiles import code_of, is_plain, tried_out
 
 _LENGTHS = (3, 5)
 """Tokens of the samples of a trial."""
 _TOLERANCE = 0.02
-"""Between a sample alone and beside another, relative to the largest: other kernels round otherwise, in bf16 by 0.4%."""
+"""Allowed difference of a sample alone from itself in the row, as a share of the largest result: kernels for other sizes round
+otherwise (0.4% in bf16)."""
 _HALVES = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD = 256
-"""Numbers in a head that flash attention takes; and only multiples of 8."""
+"""Flash attention takes heads of at most so many numbers, in multiples of 8."""
 
 verdicts: dict[Hashable, str | None] = {}
-"""Why layers compute padding, or None; of all engines of the process, by kind of layer and of call."""
+"""For each kind of layer and call, why it computes padding; None if it doesn't. All engines of the process share it."""
 
 
 class _Role(enum.Enum):
@@ -59,14 +61,14 @@ class UnpaddedLayer:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._found: dict[Hashable, str | None] = {}
-        """As :data:`verdicts`, by what may change of the layer or its call from one step to the next."""
+        """The same for this layer, by what may change of it or its call from one step to the next."""
 
     def in_a_row(
         self, real: RealTokens | None, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any]
     ) -> tuple[RealTokens | None, tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call of the layer's ``forward`` on one row of the ``real`` tokens, and those; where the layer
-        computes padding, or nothing is known of it, the arguments as they are, and None."""
-        if real is None:
+        """Returns the real tokens, and the arguments of the layer's ``forward`` as one row of them; None, and the arguments
+        unchanged, where padding is computed."""
+        if real is None or innermost_hooks() is not None:  # a checkpoint around it runs it again without the tokens
             return None, args, kwargs
         tensors, put_together = taken_apart((args, kwargs))
         roles = [_role(tensor, real) for tensor in tensors]
@@ -87,8 +89,12 @@ class UnpaddedLayer:
         if None in roles or not all(map(is_plain, (*rest[0], *rest[1].values()))):
             return False
         # A rate of dropout may have been set since, and hooks come and go.
-        modules = [(child.training, getattr(child, "p", 0)) for child in self._module.modules()]
-        key = (*roles, *modules, torch.is_autocast_enabled(), has_hooks_inside(self._module))
+        rates = ("p", "attention_dropout")
+        modules = [(child.training, *(getattr(child, rate, 0) for rate in rates)) for child in self._module.modules()]
+        # Numbers may be others in each step (``num_items_in_batch``), flags choose what is computed.
+        plain = [value if isinstance(value, (bool, str)) else type(value) for value in (*rest[0], *rest[1].values())]
+        dtypes = [tensor.dtype for tensor in tensors]
+        key = (*roles, *dtypes, *plain, *modules, torch.is_autocast_enabled(), has_hooks_inside(self._module))
         if key not in self._found:
             self._found[key] = self._reason_against(key, rest, tensors, put_together, forward)
         if self._found[key] is not None or self._window() < real.width:
@@ -97,7 +103,7 @@ class UnpaddedLayer:
         return all(map(real.hides_padding_alone, masks))
 
     def _window(self) -> float:
-        """The fewest tokens before it that a token sees, by the attribute that models of transformers have for it."""
+        """The shortest attention window in the layer, in tokens."""
         windows = (getattr(child, "sliding_window", None) for child in self._module.modules())
         return min((window for window in windows if isinstance(window, int)), default=float("inf"))
 
@@ -111,7 +117,11 @@ class UnpaddedLayer:
     ) -> str | None:
         if has_hooks_inside(self._module):  # who watches modules within it should see a batch
             return "hooks are registered inside it"
-        if any(is_proxy(child) for child in self._module.modules() if child is not self._module):
+        children = [child for child in self._module.modules() if child is not self._module]
+        # Llama 4 scales queries by the place in the row, from some thousands of tokens on.
+        if any(getattr(at, "attn_temperature_tuning", False) and not getattr(at, "use_rope", False) for at in children):
+            return "it counts tokens by itself"
+        if any(map(is_proxy, children)):
             return "its experts stream in parts"  # a trial of theirs would be taken for a call of the layer's
         shapes = tuple((tensor.shape[2:], tensor.dtype, tensor.device.type) for tensor in tensors)
         kind = (key, code_of(self._module), shapes, repr(rest))
@@ -125,7 +135,7 @@ class UnpaddedLayer:
 
 
 def _role(tensor: torch.Tensor, real: RealTokens) -> _Role | None:
-    """None for a tensor of which it isn't certain."""
+    """None if the shape leaves doubt."""
     samples, width, shape = len(real.lengths), real.width, tuple(tensor.shape)
     if not shape:
         return _Role.NUMBER
@@ -154,8 +164,8 @@ def batch_of(row: RealTokens | None, output: Any) -> Any:
 
 
 class SampleAttention(TorchFunctionMode):
-    """Attention in the body is within the samples of one row of ``real`` tokens. Raises an ``UnsupportedError`` for another
-    attention than a causal one without a mask."""
+    """In the body, torch's attention of a row keeps each of the ``real`` tokens within its own sample. Raises an
+    ``UnsupportedError`` for another attention than a causal one without a mask."""
 
     def __init__(self, real: RealTokens) -> None:
         super().__init__()
@@ -196,13 +206,15 @@ def attend_within_samples(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Causal attention of queries (1, heads, N, head size) to keys and values (1, heads or fewer, N, head size), each sample
-    to itself. Samples begin at ``begins`` (B + 1,) and have ``longest`` tokens at most; ``counts``, if known, each."""
+    to itself. Samples begin at ``begins`` (B + 1,) and have ``longest`` tokens at most, and ``counts`` each; None in a
+    compiled graph, which doesn't know them. An ``UnsupportedError`` for such a graph on a GPU without flash attention."""
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     size = query.shape[3]
-    suits = size % 8 == 0 and size <= _LARGEST_HEAD and key.shape[3] == value.shape[3] == size
-    if query.is_cuda and query.dtype in _HALVES and suits and torch.cuda.get_device_capability(query.device) >= (8, 0):
+    suits = size % 8 == 0 and size <= _LARGEST_HEAD and key.shape[3] == value.shape[3] == size and query.dtype in _HALVES
+    may_flash = query.is_cuda and torch.backends.cuda.flash_sdp_enabled()
+    if suits and may_flash and torch.cuda.get_device_capability(query.device) >= (8, 0):
         by_token = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
         # As ``torch.nn.attention.varlen`` of newer versions of torch does it.
         made = torch.ops.aten._flash_attention_forward(
@@ -210,6 +222,8 @@ def attend_within_samples(
         )
         attended: torch.Tensor = made[0].transpose(0, 1)[None]
         return attended
+    if counts is None and query.is_cuda:
+        raise UnsupportedError("attention of a compiled row needs flash attention, which doesn't take these heads")
     if counts is None:
         places = torch.arange(query.shape[2], device=query.device)
         sample = torch.bucketize(places, begins, right=True)
@@ -230,7 +244,7 @@ def _examine(
     forward: Callable[..., Any],
     device: torch.device,
 ) -> str | None:
-    """Tries a layer on one row of two made-up samples, and on one of them alone."""
+    """Tries a layer on one row of two made-up samples, and on one of them alone. Returns why it computes padding, or None."""
     first, second = _LENGTHS
     real = RealTokens.of_counts(_LENGTHS, _LENGTHS, second, device)
     row = [_made_up(tensor, role, device) for tensor, role in zip(tensors, roles, strict=True)]
@@ -242,6 +256,19 @@ def _examine(
     def spoilt(tokens: slice) -> list[torch.Tensor | None]:
         return [_spoilt(tensor, role, tokens) for tensor, role in zip(row, roles, strict=True)]
 
+    def gradients(given: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        leaves = [None if t is None else t.detach().requires_grad_(t.is_floating_point()) for t in given]
+        of_tokens = [tensor for tensor, role in zip(leaves, roles, strict=True) if role is _Role.TOKENS]
+        wanted = [tensor for tensor in of_tokens if tensor is not None and tensor.requires_grad]
+        with torch.enable_grad():
+            with SampleAttention(real):
+                results = [made[:, first:] for made in run(leaves)]
+            # Gives autograd's thread for the device its CUDA context: cuBLAS warns where it has none.
+            torch.ones((), device=device, requires_grad=True).mul(2.0).backward()
+            # What a checkpoint inside the layer computes again doesn't see samples, as in training.
+            found = torch.autograd.grad(results, wanted, [torch.ones_like(made) for made in results], allow_unused=True)
+        return [gradient[:, first:] for gradient in found if gradient is not None]
+
     generators = RandomState(device)
     with SampleAttention(real):
         whole = run(row)
@@ -249,6 +276,8 @@ def _examine(
             return "it draws random numbers"
         beside = [made[:, first:] for made in run(spoilt(slice(0, first)))]
         before = [made[:, :first] for made in run(spoilt(slice(first, None)))]
+    if not all(bool(found.isfinite().all()) for found in gradients(spoilt(slice(0, first)))):
+        return "gradients of a sample depend on other samples"
     if not whole or any(made.shape[:2] != (1, first + second) or not made.is_floating_point() for made in whole):
         return "it returns other than one row for each token"
     if not all(bool(made.isfinite().all()) for made in (*whole, *beside, *before)):
@@ -262,7 +291,7 @@ def _examine(
 
 
 def _made_up(tensor: torch.Tensor, role: _Role | None, device: torch.device) -> torch.Tensor | None:
-    """Of the samples of a trial, in one row."""
+    """A tensor like this one, with made-up values for the trial's row."""
     if role is _Role.MASK:
         return None
     if role is _Role.NUMBER:

@@ -302,6 +302,8 @@ def what_sees_a_batch(model: nn.Module) -> str | None:
     configs = [getattr(module, "config", None) for module in model.modules()]
     if any(getattr(config, "output_router_logits", False) for config in configs):
         return "the loss balances experts over the tokens of a micro-batch (output_router_logits)"
+    if any(getattr(config, "z_loss_coefficient", 0) for config in configs):
+        return "the loss has a term of all tokens of a micro-batch (z_loss_coefficient)"
     return next((f"{name} takes statistics of a micro-batch" for name, _ in batch_norms(model)), None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -10,12 +11,15 @@ import torch
 from engine_runs import attach
 from plain_torch import tiny_model
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from unpadded_calls import UnpaddedCalls
 
 from megatrain_accelerate.layers.padding import RealTokens, may_leave_padding_out, real_tokens
 from megatrain_accelerate.loss import tiled_cross_entropy
 from megatrain_accelerate.plan.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.plan.other_batches import BatchExtent, enlarged_batch
+from megatrain_accelerate.plan.step_outline import what_sees_a_batch
 
 WIDTH = 128
 LENGTHS = (128, 70, 41, 12, 3)
@@ -156,6 +160,68 @@ def test_a_mask_that_hides_more_than_padding_has_all_tokens_computed(monkeypatch
     engine.close()
 
 
+@pytest.mark.parametrize("kept_layers", [4, 0])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_inside_a_layer_around_its_attention_computes_all_tokens(
+    use_reentrant: bool, kept_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpadded = UnpaddedCalls(monkeypatch)
+
+    class Checkpointed(Qwen2Attention):
+        def forward(self, hidden_states: torch.Tensor, **others: Any) -> Any:
+            attend = functools.partial(Qwen2Attention.forward, self, **others)
+            return checkpoint(attend, hidden_states, use_reentrant=use_reentrant)
+
+    model = tiny_model(use_cache=False).train()
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Checkpointed
+    plain = copy.deepcopy(model)
+    engine = attach(model, bf16=False, kept_layers=kept_layers)
+    assert_close(gradients(model, batch()), gradients(plain, batch()))
+    assert not any(unpadded.of(engine))
+    engine.close()
+
+
+def test_a_checkpoint_of_the_users_around_layers_runs_them_as_in_forward() -> None:
+    class Checkpointing(nn.ModuleList):
+        def __iter__(self) -> Any:
+            for layer in super().__iter__():
+                yield functools.partial(checkpoint, layer, use_reentrant=False)
+
+        def __getitem__(self, index: Any) -> Any:
+            found = super().__getitem__(index)
+            return list(found) if isinstance(index, slice) else found
+
+    model = tiny_model(use_cache=False).train()
+    plain = copy.deepcopy(model)
+    engine = attach(model, bf16=False, kept_layers=0)
+    model.model.layers.__class__ = Checkpointing
+    assert_close(gradients(model, batch()), gradients(plain, batch()))
+    engine.close()
+
+
+def test_another_attention_from_one_step_to_the_next_is_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpadded = UnpaddedCalls(monkeypatch)
+    model = tiny_model().train()
+    plain = copy.deepcopy(model)
+    engine = attach(model, bf16=False, kept_layers=0)
+    for implementation, expected in (("sdpa", True), ("eager", False)):
+        for one in (model, plain):
+            one.set_attn_implementation(implementation)
+            one.zero_grad()
+        assert_close(gradients(model, batch()), gradients(plain, batch()))
+        assert unpadded.of(engine) == [expected] * 4
+    engine.close()
+
+
+def test_a_piece_of_empty_samples_is_computed_as_it_is() -> None:
+    model = tiny_model().train()
+    plain = copy.deepcopy(model)
+    engine = attach(model, bf16=False, kept_layers=0, micro_batch_size=1)
+    assert_close(gradients(model, batch((128, 70, 0))), gradients(plain, batch((128, 70, 0))))
+    engine.close()
+
+
 def test_a_hook_inside_a_layer_sees_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     unpadded = UnpaddedCalls(monkeypatch)
     model = tiny_model().train()
@@ -263,6 +329,12 @@ def test_padding_is_left_out_of_causal_models_of_text_alone() -> None:
     names = [f"model.layers.{index}" for index in range(4)]
     assert may_leave_padding_out(causal, names)
     assert not may_leave_padding_out(causal, [*names, "vision.blocks.0"])
+    of_a_checkpoint = type("RemoteForCausalLM", (type(causal),), {"__module__": "transformers_modules.remote"})
+    assert not may_leave_padding_out(of_a_checkpoint(causal.config), names)
+    assert what_sees_a_batch(causal) is None
+    causal.config.z_loss_coefficient = 0.1  # Bamba's mean over all tokens' logits
+    assert what_sees_a_batch(causal) is not None
+    del causal.config.z_loss_coefficient
     assert may_leave_padding_out(get_peft_model(causal, LoraConfig(target_modules=["q_proj"])), names)
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
     assert not may_leave_padding_out(BertForMaskedLM(BertConfig(vocab_size=64, **sizes)), names)
