@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import logging
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -78,9 +79,15 @@ class _Stopwatch:
             if chooses_kernels:
                 raise_peak(self._device, self._limit_bytes)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        yield
-        end.record()
+        collects = gc.isenabled()
+        gc.disable()  # what it gives back of earlier work would be missing in the bytes
+        try:
+            start.record()
+            yield
+            end.record()
+        finally:
+            if collects:
+                gc.enable()
         self._events.append((start, end))
         if self.counts_bytes:
             torch.cuda.synchronize(self._device)
