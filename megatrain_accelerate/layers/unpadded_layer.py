@@ -139,12 +139,12 @@ def _role(tensor: torch.Tensor, real: RealTokens) -> _Role | None:
     samples, width, shape = len(real.lengths), real.width, tuple(tensor.shape)
     if not shape:
         return _Role.NUMBER
-    if shape[2:] == (width, width):
-        return _Role.MASK if shape[:2] in ((samples, 1), (1, 1)) else None
-    if shape[:2] == (samples, width):
+    if shape[:2] == (samples, width) and shape[2:] != (width, width):
         return _Role.TOKENS
     if tensor.requires_grad:
         return None
+    if shape[2:] == (width, width):
+        return _Role.MASK if shape[:2] in ((samples, 1), (1, 1)) else None
     if shape[:2] == (1, width):
         return _Role.COLUMNS
     return _Role.COLUMN if shape == (width,) != (samples,) else None
