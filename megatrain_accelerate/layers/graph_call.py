@@ -447,6 +447,11 @@ class GraphCalls:
         """Indices of layers of which a call has shown that their graph refers to the slot where autograd doesn't see it."""
         self._alive: weakref.WeakSet[GraphCall] = weakref.WeakSet()
 
+    @property
+    def real_in_one_row(self) -> RealTokens | None:
+        """Those, where a plan may take them for one row: of a batch in pieces each piece is one, of other tokens."""
+        return self.real if self.batch_cut.size is None else None
+
     def saving(self, offloaded: Recording | None = None) -> saved_tensors_hooks:
         """The hooks under which a run saves what its backward needs; see :class:`SavedTensors`."""
         return SavedTensors(self.prefetcher.at_address, offloaded).recording()

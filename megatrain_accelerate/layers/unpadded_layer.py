@@ -41,6 +41,9 @@ _HALVES = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD = 256
 """Flash attention takes heads of at most so many numbers, in multiples of 8."""
 
+_REMEDY = "; pad on the left (tokenizer.padding_side = 'left') to have padding computed"
+"""For a layer whose attention is another one than when it was tried out."""
+
 verdicts: dict[Hashable, str | None] = {}
 """For each kind of layer and call, why it computes padding; None if it doesn't. All engines of the process share it."""
 
@@ -177,7 +180,7 @@ class SampleAttention(TorchFunctionMode):
             return func(*args, **kwargs)
         query, key, value, others = causal_attention(args, kwargs)
         if any((len(t), t.shape[2]) != (1, len(self._real.index)) for t in (query, key, value)):
-            raise UnsupportedError("attention to other tokens than those of the row can't leave padding out")
+            raise UnsupportedError(f"attention to other tokens than those of the row can't leave padding out{_REMEDY}")
         real = self._real
         return attend_within_samples(query, key, value, real.begins, max(real.counts), counts=real.counts, **others)
 
@@ -189,7 +192,7 @@ def causal_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[An
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     query, key, value = (given.pop(name) for name in names[:3])
     if given.pop("attn_mask", None) is not None or given.pop("is_causal", False) is not True:
-        raise UnsupportedError("attention with a mask, or to later tokens, can't leave padding out")
+        raise UnsupportedError(f"attention with a mask, or to later tokens, can't leave padding out{_REMEDY}")
     return query, key, value, given
 
 

@@ -169,8 +169,7 @@ class _MeasuredLayers:
     ) -> tuple[LayerProfile, tuple[Any, Recorded]]:
         """The profile of a layer's call; what the call returns, and what it records."""
         runtime, dry = self._runtime, self._outline.profiles[kind]
-        real = runtime.calls.real if runtime.batch_cut.size is None else None
-        row, args, kwargs = layer.in_a_row(real, args, kwargs)
+        row, args, kwargs = layer.in_a_row(runtime.calls.real_in_one_row, args, kwargs)
         split = BatchSplit.of_call(layer, args, kwargs, runtime.batch_cut)
         args, kwargs = split.first_piece(args, kwargs)
         slot = runtime.prefetcher.acquire(layer, ())

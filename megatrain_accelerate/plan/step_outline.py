@@ -133,9 +133,7 @@ class _Outliner:
 
     def __call__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _, length = tokens_of(args, kwargs) or (0, 0)
-        # Of a batch in pieces each is a row, of other tokens than the first.
-        real = self._calls.real if self._cut.size is None else None
-        self._row, args, kwargs = layer.in_a_row(real, args, kwargs)
+        self._row, args, kwargs = layer.in_a_row(self._calls.real_in_one_row, args, kwargs)
         kind = call_kind(layer, args, kwargs)
         self.note(False, layer.index, kind)
         if kind not in self.profiles:
