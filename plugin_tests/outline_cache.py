@@ -45,7 +45,7 @@ def _value_key(value: Any) -> str:
 
 def _step_key(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> Hashable:
     """Equal for steps of equal outlines."""
-    config = getattr(model, "config", None)
+    config, real = getattr(model, "config", None), runtime.calls.real
     return (
         tuple((name, _module_key(module)) for name, module in model.named_modules()),
         config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else repr(config),
@@ -53,6 +53,7 @@ def _step_key(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, 
         tuple((key, _tensor_key(at) if isinstance(at, torch.Tensor) else repr(at)) for key, at in sorted(inputs.items())),
         tuple((layer.unit.layout.key, len(layer.experts), layer.has_trainable) for layer in runtime.layers),
         (runtime.token_tile, runtime.batch_cut.asked, runtime.batch_cut.chosen),
+        None if real is None else (real.lengths, real.counts, real.width),
         (activation_offload.MIN_OFFLOADED_BYTES, tiled_cross_entropy.TILE_BYTES),
         (str(device), torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)),
     )

@@ -197,7 +197,7 @@ class Telemetry:
             lists = {"kept": placement.kept, "offloaded": placement.offloaded, "device": placement.on_device}
             values |= {f"{name}_layers": float(len(layers)) for name, layers in lists.items()}
         if self.engine.device.type == "cuda":
-            values["gpu_predicted_gib"] = plan.made.predicted_bytes / GIB
+            values["gpu_predicted_gib"] = plan.predicted_peak_bytes / GIB
             values["gpu_peak_gib"] = torch.cuda.max_memory_allocated(self.engine.device) / GIB
         self._last_entries = {f"{PREFIX}{name}": round(value, 4) for name, value in values.items()}
         return self._last_entries

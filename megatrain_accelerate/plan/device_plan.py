@@ -36,8 +36,8 @@ from megatrain_accelerate.plan.machine import (
 from megatrain_accelerate.plan.other_batches import (
     GROWTH_FACTORS,
     BatchExtent,
-    enlarged_batch,
     extrapolated_outline,
+    resized_batch,
     row_size,
     sizes_after,
     sizes_vary,
@@ -48,7 +48,8 @@ from megatrain_accelerate.plan.plan_record import RESUMED_SHARE_OF_DEVICE, PlanR
 from megatrain_accelerate.plan.plan_table import plan_table
 from megatrain_accelerate.plan.step_outline import outline_step
 from megatrain_accelerate.plan.step_profile import StepOutline
-from megatrain_accelerate.plan.step_ways import WayChoice
+from megatrain_accelerate.plan.step_ways import WayChoice, layers_run
+from megatrain_accelerate.plan.usual_batch import MOST_USUAL_SHARE, place_both
 from megatrain_accelerate.progress import say
 from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes
 from megatrain_accelerate.store.unit import HostUnit
@@ -111,6 +112,8 @@ class DevicePlan:
         """The record of an interrupted training, until its plan is taken over."""
         self.micro_batches = 1
         """Backwards before each optimizer step."""
+        self.predicted_peak_bytes = 0
+        """The most that any batch so far was predicted to take."""
         self.reserved_share = 0.0
         """Of the device's memory, what stays free for somebody who takes it by turns with the model, and not now."""
         runtime.token_tile = 0 if config.token_tile == "auto" else int(config.token_tile)
@@ -194,9 +197,15 @@ class DevicePlan:
             self._place(self.made.placement)
             self._is_displaced = False
         if self._runtime.ranks is None:
-            self._plan_alone(model, inputs, self._extent(inputs), row_size(inputs))
+            extent, in_a_row = self._extent(inputs), self._runtime.calls.real is not None
+            self._note_batches(extent)
+            self._plan_alone(model, inputs, extent, row_size(inputs))
         else:
-            self._plan_together(self._runtime.ranks, model, inputs)
+            extent, in_a_row = self._plan_together(self._runtime.ranks, model, inputs)
+        share = 1.0 if self.made.usual_share == 1.0 else extent.share_of(self.made.planned, in_a_row)
+        policy = self._runtime.calls.policy = self.made.placement_at(share)
+        self._runtime.activations.spacing = policy.offload_spacing
+        self.predicted_peak_bytes = max(self.predicted_peak_bytes, self.made.bytes_at(share))
         if self.show and self._table is not None:
             say(self._table, file=sys.stderr)
         self._table = None
@@ -209,15 +218,17 @@ class DevicePlan:
         if not self.made.planned.covers(extent):
             self._plan(model, inputs, extent)
 
-    def _plan_together(self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    def _plan_together(self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[BatchExtent, bool]:
         """One plan for all ranks, by the one with the largest batch, within the smallest budget. All decide alike whether to
-        plan, from what all told."""
-        told = ranks.gather((self._extent(inputs), row_size(inputs), self.made.planned, self._resumed is not None))
-        extents, sizes = [extent for extent, *_ in told], [size for _, size, *_ in told]
-        extent = functools.reduce(BatchExtent.union, extents)
+        plan, from what all told. Returns what covers all ranks' batches, and whether all of them leave padding out."""
+        own = self._extent(inputs), row_size(inputs), self._runtime.calls.real is not None
+        told = ranks.gather((*own, self.made.planned, self._resumed is not None))
+        extents, sizes, in_rows = ([each[at] for each in told] for at in range(3))
+        extent, in_a_row = functools.reduce(BatchExtent.union, extents), all(in_rows)
         self._note_rows(*sizes)  # before anything is compiled
+        self._note_batches(*extents)
         if all(planned.covers(extent) and not resumes for *_, planned, resumes in told):
-            return
+            return extent, in_a_row
         planner = max(range(ranks.size), key=lambda rank: (extents[rank].elements, extents[rank].length))
         # Before free memory is asked for: collectives make their buffers when they first run.
         exchange = self._runtime.offloader.exchange
@@ -241,14 +252,15 @@ class DevicePlan:
                 with contextlib.suppress(Exception):
                     self.foresee(model, inputs)
         compiled = self._runtime.compiled
-        own = self.made, compiled.pays, self._compiles_after, self._table, failure
-        made, compiled.pays, self._compiles_after, self._table, failure = ranks.broadcast(own, planner)
+        result = self.made, compiled.pays, self._compiles_after, self._table, failure
+        made, compiled.pays, self._compiles_after, self._table, failure = ranks.broadcast(result, planner)
         if failure is not None:
             raise failure
         if ranks.rank != planner:
             self._adopt(made)
             self._note_rows(*sizes)
         self._runtime.prefetcher.forget_gathered()
+        return extent, in_a_row
 
     @property
     def may_gather(self) -> bool:
@@ -291,27 +303,25 @@ class DevicePlan:
                 error,
             )
             self._place(self._settled())
-            self._note(planned=seen)
+            self._note(planned=seen, usual_share=1.0)
             return
-        placement, time = self.made.placement, None
-        if budget_bytes:
-            search = self.search_for(outline, budget_bytes)
-            found = search.best() or search.leanest()
-            placement, time = found.placement, None if outline.surely_fits else found.time
-        step_bytes, fixed_bytes = peak_bytes(outline, self.model_sizes(), placement), self.fixed_bytes(outline)
-        plan = dataclasses.replace(
+        made = dataclasses.replace(
             self.made,
             made_for=made_for(model, self._runtime, self._config, self.micro_batches),
-            offloaded_bytes=sum(sent_bytes(outline, placement)),
             seen=seen,
             planned=planned,
             plans=self.made.plans + 1,
             samples=outline.samples,
             token_tile=outline.token_tile,
-            placement=placement,
-            predicted_bytes=fixed_bytes + step_bytes,
-            predicted_time=time,
+            usual_share=1.0,
+            usual_bytes=0,
+            offloaded_bytes=0,
+            predicted_time=None,
         )
+        plan = self._placed(made, outline, self._usual_step(model, inputs, planned, outline)) if budget_bytes else made
+        fixed_bytes = self.fixed_bytes(outline)
+        step_bytes = max(peak_bytes(outline, self.model_sizes(), plan.placement), plan.usual_bytes)
+        plan = dataclasses.replace(plan, predicted_bytes=fixed_bytes + step_bytes, usual_bytes=fixed_bytes + plan.usual_bytes)
         self._adopt(plan)
         if not budget_bytes:
             return
@@ -356,14 +366,17 @@ class DevicePlan:
     def _batch_to_plan_for(
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
     ) -> tuple[BatchExtent, StepOutline]:
-        """The extent to plan for and its step: in the first plan the batch itself, in later ones a batch that covers all
-        batches so far and, if such a step fits, larger ones."""
-        plans, growths = self.made.plans, [1.0]
+        """The extent to plan for and its step: the batch itself as long as all have one size, else one that covers all batches
+        so far and, if such a step fits, larger ones."""
+        plans, growths = max(1, self.made.plans), [1.0]
         # Steps may be planned anew for another reason than their batches: more forwards at once.
         if seen != self.made.seen:
             growths = [GROWTH_FACTORS[min(plans, len(GROWTH_FACTORS)) - 1], 1.0]
-        for growth in growths if plans and self.has_budget else ():
-            if (enlarged := enlarged_batch(model, inputs, seen, growth)) is None:
+        varies = self.has_budget and (self.made.plans or sizes_vary(self.made.row_sizes))
+        if varies and not self.made.plans:
+            self.foresee(model, inputs)  # from which others are scaled
+        for growth in growths if varies else ():
+            if (enlarged := resized_batch(model, inputs, seen, growth)) is None:
                 break
             batch, real = enlarged
             if self._runtime.calls.real is None:  # a batch that is computed whole takes more than its tokens in a row
@@ -379,6 +392,40 @@ class DevicePlan:
             if outline is not None and self.search_for(outline).something_fits:
                 return BatchExtent.of(batch, real), outline
         return self._extent(inputs), self.foresee(model, inputs)
+
+    def _usual_step(
+        self, model: nn.Module, inputs: Mapping[str, Any], planned: BatchExtent, outline: StepOutline
+    ) -> tuple[float, StepOutline] | None:
+        """A batch of the mean size of those so far: its tokens over those of the largest, which is planned for, and its step.
+        None where most batches are about as large, or the step can't be told."""
+        if not planned.real or (share := self.made.tokens / (self.made.batches * planned.real)) > MOST_USUAL_SHARE:
+            return None
+        in_a_row = self._runtime.calls.real is not None
+        # Without padding the tokens alone count, else the length does, too.
+        extent = dataclasses.replace(planned, real=round(share * planned.real)) if in_a_row else planned
+        if (resized := resized_batch(model, inputs, extent, 1.0 if in_a_row else share)) is None:
+            return None
+        batch, real = resized
+        with (
+            replaced(self._runtime.calls, "real", real if in_a_row else None),
+            layers_run(self._runtime, outline.samples, outline.token_tile),
+        ):
+            usual = self._in_proportion(batch, self._ways(model, batch).outline())
+        return None if usual is None else (share, usual)
+
+    def _placed(self, plan: PlanRecord, outline: StepOutline, usual: tuple[float, StepOutline] | None) -> PlanRecord:
+        """The plan with the fastest placement: for the usual batch and the largest, if there are both."""
+        both = None if usual is None else place_both(plan, *usual, outline, self.search_for, self._fixed())
+        if both is not None:
+            return both
+        search = self.search_for(outline)
+        found = search.best() or search.leanest()
+        time, offloaded_bytes = None if outline.surely_fits else found.time, sum(sent_bytes(outline, found.placement))
+        return dataclasses.replace(plan, placement=found.placement, predicted_time=time, offloaded_bytes=offloaded_bytes)
+
+    def _note_batches(self, *extents: BatchExtent) -> None:
+        tokens = self.made.tokens + sum(extent.real for extent in extents)
+        self._note(batches=self.made.batches + len(extents), tokens=tokens)
 
     def _extent(self, inputs: Mapping[str, Any]) -> BatchExtent:
         return BatchExtent.of(inputs, self._runtime.calls.real)
@@ -405,14 +452,15 @@ class DevicePlan:
         if record.predicted_bytes > budget_bytes or record.offloaded_bytes > room_bytes:
             logger.info("megatrain: there is less memory than the checkpoint's plan was made for")
         else:
-            self._adopt(record)
+            counts = {name: getattr(record, name) + getattr(self.made, name) for name in ("batches", "tokens")}
+            self._adopt(dataclasses.replace(record, **counts))
 
     def expect_steps(self, steps: int | None, compiles: bool | None = None, record: dict[str, Any] | None = None) -> None:
         """A training begins, of so many optimizer steps if that is known: layers are compiled only if that pays for itself.
         ``compiles`` is what the training chose before it was interrupted, ``record`` its :attr:`record`."""
         if record is not None or (steps, compiles) != self._expected:
             self._expected = (steps, compiles)
-            self._note(row_sizes=())
+            self._note(row_sizes=(), batches=0, tokens=0)
             self._run_layers(compiles if self._runtime.compiled.is_optional else None)
         self._resumed = record
 
@@ -509,7 +557,7 @@ class DevicePlan:
         is_plain = self.micro_batches == 1 and not (outline.token_tile or outline.samples or self._runtime.batch_cut.asked)
         if not is_plain or self._runtime.compiled.may_compile:
             return None
-        everything = self.search_for(outline, int(CERTAIN_SHARE * self._budget_bytes())).everything()
+        everything = self.search_for(outline, budget_bytes=int(CERTAIN_SHARE * self._budget_bytes())).everything()
         return None if everything is None else dataclasses.replace(outline, surely_fits=True)
 
     def _ways(self, model: nn.Module, inputs: Mapping[str, Any]) -> WayChoice:
@@ -518,12 +566,16 @@ class DevicePlan:
         samples = max(rows_of(dict(inputs) if ids is None else ids), default=1)
         return WayChoice(self._runtime, self._config, samples, outline, self.search_for)
 
-    def search_for(self, outline: StepOutline, budget_bytes: int | None = None) -> PlacementSearch:
-        """For the placement of such a step, in the whole budget unless another is named."""
+    def search_for(
+        self, outline: StepOutline, fixed: Mapping[str, Any] | None = None, budget_bytes: int | None = None
+    ) -> PlacementSearch:
+        """For the placement of such a step, with what the settings fix unless more is ``fixed``, in the whole budget unless
+        another is named."""
         budget_bytes = self._budget_bytes() if budget_bytes is None else budget_bytes
         step_bytes = budget_bytes - self.fixed_bytes(outline)
         host_bytes = self._host_budget_bytes()
-        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, self._fixed(), host_bytes)
+        fixed = self._fixed() if fixed is None else fixed
+        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, fixed, host_bytes)
 
     def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
         is_plain = self._runtime.runs_whole and self.search_for(outline).everything() is not None

@@ -15,8 +15,8 @@ from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.step_profile import LayerProfile, StepOutline
 
 GROWTH_FACTORS = (1.5, 2.0)
-"""How much larger than the batches so far the second plan and each later one allow batches to be. The first has no such room:
-only a second plan shows that the sizes of batches vary."""
+"""How much larger than the batches so far the first plan that knows of sizes that vary, and each later one, allow batches to
+be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,13 @@ class BatchExtent:
             return False
         return not self.length or (other.length <= factor * self.length and other.real <= factor * self.real)
 
+    def share_of(self, largest: BatchExtent, in_a_row: bool) -> float:
+        """Tokens over those of a ``largest`` batch that covers this one; ``in_a_row``: where padding is left out."""
+        if in_a_row and largest.real:
+            return self.real / largest.real
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(largest), strict=True)
+        return max((own / most for own, most in pairs if most), default=1.0)
+
     def union(self, other: BatchExtent) -> BatchExtent:
         """The smallest extent that covers both."""
         if not self.elements:
@@ -72,7 +79,7 @@ def sizes_vary(sizes: tuple[int, ...]) -> bool:
     return len(sizes) > 3 or len({*sizes[:2]}) > 1
 
 
-def enlarged_batch(
+def resized_batch(
     model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, growth: float
 ) -> tuple[dict[str, Any], RealTokens | None] | None:
     """A batch of text of ``growth`` times ``extent``, tokens and length: ``inputs``, a model's arguments, over and over; and
@@ -85,7 +92,7 @@ def enlarged_batch(
     length = math.ceil(growth * extent.length)
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if isinstance(limit, int) and limit > 0:
-        length = max(extent.length, min(length, limit))
+        length = min(length, max(extent.length, limit))
     # Ids, labels and mask have one shape, and all of them count as elements.
     sequences = math.ceil(growth * extent.elements / len(text) / length)
     copies = (math.ceil(sequences / input_sequences), math.ceil(length / input_length))

@@ -123,7 +123,7 @@ class PlacementSearch:
         host would save a little time of the device, and cost the thread that launches kernels more."""
         if (everything := self.everything()) is not None:
             return everything
-        found = [candidate for pair in self._budget_pairs if (candidate := self._best_with(pair)) is not None]
+        found = [candidate for pair in self._budget_pairs if (candidate := self.best_with(pair)) is not None]
         return min(found, key=lambda candidate: candidate.time.seconds, default=None)
 
     def everything(self) -> Candidate | None:
@@ -133,7 +133,8 @@ class PlacementSearch:
         found = self._try(every) if is_open and not self._model.parts else None
         return found if found is not None and len(found.placement.kept) == self._count else None
 
-    def _best_with(self, budgets: tuple[float, float]) -> Candidate | None:
+    def best_with(self, budgets: tuple[float, float]) -> Candidate | None:
+        """The same with these memory budgets."""
         if (first := self._first_that_fits(budgets)) is None:
             return None
         best, found = first

@@ -55,9 +55,42 @@ class PlanRecord:
     token_tile: int = 0
     """Tokens of a tile in the layers; 0 for none."""
     placement: Placement = dataclasses.field(default_factory=Placement)
+    """For the largest of those batches."""
     predicted_bytes: int = 0
     """0 before the first plan, or if unknown; so is the time None."""
     predicted_time: StepTime | None = None
+    """Of the usual batch where there is one, else of the largest."""
+    batches: int = 0
+    """So far."""
+    tokens: int = 0
+    """Of those together, as :attr:`BatchExtent.real` counts them."""
+    usual_share: float = 1.0
+    """Tokens of a batch of the mean size, the *usual* one, over those of the largest that the plan covers."""
+    usual_placement: Placement = dataclasses.field(default_factory=Placement)
+    """For batches up to the usual one. Units live where :attr:`placement` has them."""
+    usual_bytes: int = 0
+    """Predicted of the usual batch."""
+    is_linear: bool = False
+    """Whether the memory between the usual batch and the largest grows at most with the tokens, and only the number of kept
+    layers differs."""
+
+    def placement_at(self, share: float) -> Placement:
+        """For a batch with that share of the largest one's tokens. If ``k`` layers are kept, a batch of ``t`` tokens takes
+        ``a + (b + c k) t`` bytes: the most layers that fit fall on a line over ``1 / t``."""
+        if share <= self.usual_share < 1.0:
+            return self.usual_placement
+        if share >= 1.0 or not self.is_linear:
+            return self.placement
+        kept, last = len(self.placement.kept), max(self.usual_placement.kept, default=0)
+        more = (len(self.usual_placement.kept) - kept) * (1 / share - 1) / (1 / self.usual_share - 1)
+        return dataclasses.replace(self.placement, kept=frozenset(range(last + 1 - kept - int(more), last + 1)))
+
+    def bytes_at(self, share: float) -> int:
+        """Predicted for such a batch, at most."""
+        if share >= 1.0 or not self.is_linear:
+            return self.predicted_bytes
+        above = max(0.0, share - self.usual_share) / (1.0 - self.usual_share)
+        return round(self.usual_bytes + above * (self.predicted_bytes - self.usual_bytes))
 
     def as_data(self) -> dict[str, Any]:
         """Numbers, texts, lists and dicts alone, as JSON has them."""
@@ -67,11 +100,14 @@ class PlanRecord:
     @classmethod
     def of_data(cls, data: dict[str, Any]) -> PlanRecord | None:
         """Reverse of :meth:`as_data`; None for data with other names, which another version of this package made."""
-        kinds = {"seen": BatchExtent, "planned": BatchExtent, "placement": Placement, "predicted_time": StepTime}
+        placements = dict.fromkeys(("placement", "usual_placement"), Placement)
+        kinds = {"seen": BatchExtent, "planned": BatchExtent, "predicted_time": StepTime, **placements}
         pairs = [(cls, data), *((kind, data.get(name, {})) for name, kind in kinds.items())]
         if any({field.name for field in dataclasses.fields(kind)} != found.keys() for kind, found in pairs):
             return None
-        at = data["placement"]
-        sets = {key: frozenset(value) for key, value in at.items() if isinstance(value, list)}
-        data = {**data, "placement": {**at, **sets, "budgets": tuple(at["budgets"])}, "row_sizes": tuple(data["row_sizes"])}
+        data = {**data, "row_sizes": tuple(data["row_sizes"])}
+        for name in placements:
+            at = data[name]
+            sets = {key: frozenset(value) for key, value in at.items() if isinstance(value, list)}
+            data[name] = {**at, **sets, "budgets": tuple(at["budgets"])}
         return cls(**{**data, **{name: kind(**data[name]) for name, kind in kinds.items()}})

@@ -46,9 +46,13 @@ def plan_table(plan: PlanRecord, runtime: StreamingRuntime, budget_bytes: int, o
         ("GPU memory", f"{plan.predicted_bytes / GIB:.1f} of {budget_bytes / GIB:.1f} GiB"),
         ("host memory", f"{host / GIB:.1f} GiB"),
     ]
+    if plan.usual_share < 1.0:
+        kept = f"{len(plan.usual_placement.kept)} layers kept, {plan.usual_bytes / GIB:.1f} GiB of GPU memory"
+        rows.append(("a batch of the mean size", kept))
     if time is not None:
         parts = f"compute {time.compute:.3f}, H2D {time.h2d:.3f}, D2H {time.d2h:.3f}, host step {time.host_step:.3f} s"
-        rows.append(("step", f"{time.seconds:.3f} s, bound by {time.bound_by} ({parts})"))
+        step = f"{time.seconds:.3f} s, bound by {time.bound_by} ({parts})"
+        rows.append(("its step" if plan.usual_share < 1.0 else "step", step))
     width = max(len(name) for name, _ in rows)
     lines = ["megatrain: plan"]
     for name, text in rows:

@@ -18,7 +18,7 @@ from unpadded_calls import UnpaddedCalls
 from megatrain_accelerate.layers.padding import RealTokens, may_leave_padding_out, real_tokens
 from megatrain_accelerate.loss import tiled_cross_entropy
 from megatrain_accelerate.plan.device_plan import LIBRARY_WORKSPACE_BYTES
-from megatrain_accelerate.plan.other_batches import BatchExtent, enlarged_batch
+from megatrain_accelerate.plan.other_batches import BatchExtent, resized_batch
 from megatrain_accelerate.plan.step_outline import what_sees_a_batch
 
 WIDTH = 128
@@ -300,7 +300,7 @@ def test_the_plan_covers_batches_of_no_more_real_tokens_and_predicts_less_memory
 def test_a_larger_batch_to_plan_for_has_as_much_padding() -> None:
     seen = BatchExtent.of(batch(), real_tokens(batch()))
     assert (seen.length, seen.real) == (WIDTH, 256)
-    enlarged = enlarged_batch(nn.Module(), batch(), seen, 1.5)
+    enlarged = resized_batch(nn.Module(), batch(), seen, 1.5)
     assert enlarged is not None
     inputs, real = enlarged
     assert real is not None

@@ -1,0 +1,190 @@
+"""Batches of many sizes: units live where a batch of the mean size wants them, and each keeps as many layers as fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+import pytest
+import torch
+from engine_runs import Training, attach
+from plain_torch import tiny_model, token_batches
+
+from megatrain_accelerate.layers.padding import real_tokens
+from megatrain_accelerate.layers.policy import Placement
+from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+from megatrain_accelerate.plan import device_plan
+from megatrain_accelerate.plan.device_plan import LIBRARY_WORKSPACE_BYTES
+from megatrain_accelerate.plan.fake_runs import replaced
+from megatrain_accelerate.plan.machine import Machine
+from megatrain_accelerate.plan.placement import peak_bytes
+from megatrain_accelerate.plan.plan_record import PlanRecord
+from megatrain_accelerate.units import GIB, MIB
+
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
+MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=1e8, device_bytes=4e12, device_flops=7e14)
+"""Its host is so slow that states belong on the device."""
+SHAPE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 512}
+BUDGET_MIB = 75
+LENGTHS = (48, 64, 40, 56, 44, 128, 52, 90, 60, 36)
+"""The sixth is the first that is much longer than the others."""
+
+
+@pytest.fixture(autouse=True)
+def a_machine_with_a_slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_plan, "measured_machine", lambda *_: MACHINE)
+
+
+def batch(length: int, rows: Sequence[int] = ()) -> dict[str, torch.Tensor]:
+    """Ids and labels; with ``rows``, real tokens of each sample, a mask too."""
+    ids = token_batches(1, batch=len(rows) or 8, length=length, vocabulary=512)[0]
+    if not rows:
+        return {"input_ids": ids, "labels": ids}
+    mask = (torch.arange(length) < torch.tensor(rows)[:, None]).long()
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def planned(budget_mib: float = BUDGET_MIB, **settings: object) -> Training:
+    model = tiny_model(**SHAPE).train()
+    budget = (budget_mib * MIB + LIBRARY_WORKSPACE_BYTES) / GIB
+    free = {"device_layers": None, "offloaded_layers": None}
+    engine = attach(model, gpu_memory_gib=budget, **{**free, **settings})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))
+
+
+def taken_bytes(run: Training, inputs: dict[str, torch.Tensor]) -> int:
+    """What a step on the batch takes by the policy that it runs with."""
+    plan, runtime = run.engine.device_plan, run.engine.runtime
+    with replaced(runtime.calls, "real", real_tokens(inputs)):
+        exact = device_plan.outline_step(run.model, runtime, inputs, run.engine.device)
+    return plan.fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), runtime.calls.policy)
+
+
+def followed(run: Training, batches: list[dict[str, torch.Tensor]]) -> list[int]:
+    """The kept layers of each batch, all of which fit."""
+    kept, plan = [], run.engine.device_plan
+    for inputs in batches:
+        run.model(**inputs).loss.backward()
+        kept.append(len(run.engine.runtime.calls.policy.kept))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        assert taken_bytes(run, inputs) <= plan.predicted_peak_bytes <= plan.made.predicted_bytes
+        assert plan.made.predicted_bytes <= BUDGET_MIB * MIB + LIBRARY_WORKSPACE_BYTES
+    return kept
+
+
+def test_a_long_batch_sends_no_states_to_the_host_and_keeps_fewer_layers() -> None:
+    run = planned()
+    kept = followed(run, [batch(length) for length in LENGTHS])
+    placement = run.engine.device_plan.made.placement
+    assert len(placement.on_device) == 8
+    assert placement.groups_on_device
+    by_length = dict(zip(LENGTHS, kept, strict=True))
+    assert by_length[128] < by_length[90] < by_length[36] == by_length[52] == 8
+    run.engine.close()
+
+
+def test_as_many_real_tokens_have_as_many_kept_layers_however_wide_the_batch_is() -> None:
+    run = planned()
+    rows = [(2 * length, *7 * [length // 2]) for length in LENGTHS]
+    rows += [(200, *7 * [16]), (120, *7 * [27])]  # 312 and 309 tokens
+    kept = followed(run, [batch(max(each), each) for each in rows])
+    assert run.engine.device_plan.made.is_linear
+    assert len(run.engine.device_plan.made.placement.on_device) == 8
+    assert min(kept) < 8
+    assert kept[-2] == kept[-1] == 8
+    run.engine.close()
+
+
+def test_the_number_of_kept_layers_changes_no_bit() -> None:
+    batches = [batch(length) for length in LENGTHS]
+    results = []
+    for settings in ({}, {"kept_layers": 0, "device_layers": 0}):
+        torch.manual_seed(0)
+        run = planned(**settings)
+        losses = []
+        for inputs in batches:
+            loss = run.model(**inputs).loss
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            losses.append(loss.item())
+        run.engine.drain()
+        results.append((losses, [parameter.detach().clone() for parameter in run.model.parameters()]))
+        run.engine.close()
+    assert results[0][0] == results[1][0]
+    for ours, streamed in zip(results[0][1], results[1][1], strict=True):
+        assert torch.equal(ours, streamed)
+
+
+@pytest.mark.parametrize("longest", [100, 128])
+def test_the_predicted_peak_is_that_of_the_largest_batch_so_far(longest: int) -> None:
+    """And not that of the larger ones for which there would be room."""
+    run = planned()
+    lengths = (48, 64, 40, longest, 60)
+    taken = []
+    for length in lengths:
+        inputs = batch(length)
+        run.model(**inputs).loss.backward()
+        taken.append(taken_bytes(run, inputs))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    predicted = run.engine.device_plan.predicted_peak_bytes - LIBRARY_WORKSPACE_BYTES
+    most = max(taken) - LIBRARY_WORKSPACE_BYTES
+    largest_layer = max(
+        profile.kept_bytes for profile in run.engine.device_plan.foresee(run.model, batch(longest)).profiles.values()
+    )
+    assert most <= predicted <= 1.05 * most + largest_layer
+    run.engine.close()
+
+
+def test_batches_of_about_one_size_are_planned_for_as_the_largest() -> None:
+    run = planned()
+    followed(run, [batch(length) for length in (64, 64, 64, 64)])
+    assert run.engine.device_plan.made.usual_share == 1.0
+    run.engine.close()
+
+
+def test_a_resumed_training_keeps_as_many_layers_of_each_batch() -> None:
+    run = planned()
+    batches = [batch(length) for length in LENGTHS]
+    followed(run, batches[:8])
+    record = json.loads(json.dumps(run.engine.device_plan.record))
+    kept = followed(run, batches[8:] + batches[5:8])
+    run.engine.close()
+    resumed = planned()
+    resumed.engine.device_plan.expect_steps(10, record=record)
+    assert followed(resumed, batches[8:] + batches[5:8]) == kept
+    assert resumed.engine.device_plan.record == run.engine.device_plan.record
+    resumed.engine.close()
+
+
+LARGEST = Placement(kept=frozenset({6, 7}), on_device=frozenset(range(8)))
+RECORD = PlanRecord(
+    placement=LARGEST,
+    predicted_bytes=1000,
+    usual_share=0.25,
+    usual_placement=dataclasses.replace(LARGEST, kept=frozenset(range(8))),
+    usual_bytes=600,
+    is_linear=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("share", "kept", "taken"), [(0.1, 8, 600), (0.25, 8, 600), (0.4, 5, 680), (0.5, 4, 733), (1.0, 2, 1000)]
+)
+def test_between_the_usual_batch_and_the_largest_kept_layers_fall_with_one_over_the_tokens(
+    share: float, kept: int, taken: int
+) -> None:
+    assert RECORD.placement_at(share).kept == frozenset(range(8 - kept, 8))
+    assert RECORD.bytes_at(share) == taken
+
+
+def test_where_memory_grows_faster_than_the_tokens_larger_batches_than_the_usual_have_the_placement_of_the_largest() -> None:
+    faster = dataclasses.replace(RECORD, is_linear=False)
+    assert faster.placement_at(0.25) == RECORD.usual_placement
+    assert faster.placement_at(0.3) == LARGEST
+    assert faster.bytes_at(0.25) == 1000
