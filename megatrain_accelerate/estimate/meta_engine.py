@@ -21,7 +21,6 @@ from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.layer_discovery import Discovery, wants_whole_layers
 from megatrain_accelerate.plan.placement import Model
-from megatrain_accelerate.plan.step_profile import StepOutline
 from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES
 from megatrain_accelerate.store.host_memory import DeviceMemory
 from megatrain_accelerate.store.unit import HostUnit, ParameterState
@@ -156,7 +155,10 @@ class ForecastPlan(DevicePlan):
         # Tensors without data say that they are the CPU's: no GPU has to be here.
         super().__init__(engine.runtime, config, torch.device("cpu"))
         self.micro_batches, self._ranks, self._exchange_bytes = micro_batches, machine.all_gpus, machine.exchange_bytes
-        self._given_budget_bytes = machine.gpu_bytes
+        self.budget.given_bytes = machine.gpu_bytes
+        if machine.all_gpus > 1:
+            layouts = [layer.unit.layout for layer in engine.runtime.layers]
+            self.budget.exchange_bytes = sum(Exchange.buffer_bytes(layouts, self._ranks))
         others = 1 - 1 / machine.gpus if self.may_gather else 0.0
         self._fetch_share = min(1.0, 1 - others + others * machine.machine.h2d_bytes / machine.exchange_bytes)
         self.store_bytes = engine.store_bytes(self.adds_on_host)
@@ -174,11 +176,6 @@ class ForecastPlan(DevicePlan):
     def _host_budget_bytes(self) -> int:
         host_bytes = self._described.host_bytes
         return 0 if host_bytes is None else (host_bytes - self.overhead_bytes - self.store_bytes) // self._described.gpus
-
-    def _fixed_bytes_by_kind(self, outline: StepOutline | None = None) -> dict[str, int]:
-        layouts = [layer.unit.layout for layer in self._runtime.layers]
-        exchange = {"exchange": sum(Exchange.buffer_bytes(layouts, self._ranks))} if self._ranks > 1 else {}
-        return {**super()._fixed_bytes_by_kind(outline), **exchange}
 
     def _place(self, placement: Placement) -> None:
         self._note(placement=placement)

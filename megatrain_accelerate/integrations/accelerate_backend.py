@@ -158,7 +158,7 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
         )
         if getattr(arguments, "use_vllm", False) and getattr(arguments, "vllm_enable_sleep_mode", False):
             # TRL's vLLM in this process takes it by turns with the training; one that doesn't sleep has taken it already.
-            engine.device_plan.reserved_share = float(arguments.vllm_gpu_memory_utilization)
+            engine.device_plan.budget.reserved_share = float(arguments.vllm_gpu_memory_utilization)
         # Not the Accelerator: it holds the model, and the model's engine would hold both for ever.
         gradient_state = accelerator.gradient_state
         engine.runtime.offloader.gradients_complete = lambda: bool(gradient_state.sync_gradients)

@@ -141,7 +141,7 @@ class Joiner:
             if not self.joined_elements:
                 _require_exact(trainer, model, num_items)
             joined = join(self._micro_batches)
-            if not self._is_asked_for and not engine.device_plan.has_budget:
+            if not self._is_asked_for and not engine.device_plan.budget.exists:
                 raise CannotJoinError("there is no GPU memory to plan with (join_micro_batches: true does without a plan)")
             self._weigh(trainer, engine, model, *joined, num_items)
         except CannotJoinError as reason:

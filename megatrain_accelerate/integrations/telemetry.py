@@ -193,7 +193,7 @@ class Telemetry:
         if placement != self._logged_placement:  # once for each plan is enough
             self._logged_placement = placement
             values |= {f"host_{kind}_gib": count / GIB for kind, count in self.engine.host_bytes_by_kind().items()}
-            values |= {f"gpu_{kind}_gib": count / GIB for kind, count in plan.held_bytes_by_kind().items()}
+            values |= {f"gpu_{kind}_gib": count / GIB for kind, count in plan.budget.held_bytes_by_kind().items()}
             lists = {"kept": placement.kept, "offloaded": placement.offloaded, "device": placement.on_device}
             values |= {f"{name}_layers": float(len(layers)) for name, layers in lists.items()}
         if self.engine.device.type == "cuda":

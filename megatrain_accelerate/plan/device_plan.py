@@ -21,17 +21,16 @@ from megatrain_accelerate.layers.micro_batches import rows_of
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.runtime import StreamingRuntime, forwards_are_open
 from megatrain_accelerate.parallel.ranks import Ranks
+from megatrain_accelerate.plan.device_budget import DeviceBudget
 from megatrain_accelerate.plan.evaluation_weights import EvaluationWeights
 from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.layer_measurement import CERTAIN_SHARE, measure_layers
 from megatrain_accelerate.plan.machine import (
-    SEGMENT_BYTES,
     USABLE_SHARE_OF_DEVICE,
     Machine,
     free_bytes,
     measured_machine,
     seconds_of,
-    whole_free_bytes,
 )
 from megatrain_accelerate.plan.other_batches import (
     GROWTH_FACTORS,
@@ -86,6 +85,7 @@ class DevicePlan:
         self._runtime, self._config, self._device = runtime, config, device
         self.show = show
         """Whether this process shows the table."""
+        self.budget = DeviceBudget(runtime, config, device)
         self.made = PlanRecord()
         """The last plan, the batches that it covers, what lies where, and what is predicted."""
         self._measured_steps: dict[Hashable, tuple[StepOutline, StepOutline]] = {}
@@ -94,8 +94,6 @@ class DevicePlan:
         self._table: str | None = None
         """That of a plan that was just made, until it is shown."""
         self._ranks = runtime.sums.ranks
-        self._given_budget_bytes: int | None = None
-        """The smallest of several ranks', while they plan together."""
         self._exchange_bytes = math.inf
         """Of gradients that several ranks exchange a second."""
         self._fetch_share = 1.0
@@ -114,8 +112,6 @@ class DevicePlan:
         """Backwards before each optimizer step."""
         self.predicted_peak_bytes = 0
         """The most that any batch so far was predicted to take."""
-        self.reserved_share = 0.0
-        """Of the device's memory, what stays free for somebody who takes it by turns with the model, and not now."""
         runtime.token_tile = 0 if config.token_tile == "auto" else int(config.token_tile)
         # An optimizer may work there alone.
         runtime.keep_states_on_host = self._keep_states_on_host
@@ -126,36 +122,6 @@ class DevicePlan:
         """The last plan, as :meth:`PlanRecord.as_data` gives it; None before the first, and without a predicted time."""
         is_planned = self.made.plans and self.made.predicted_time is not None and self._compiles_after is None
         return self.made.as_data() if is_planned else None
-
-    def held_bytes_by_kind(self) -> dict[str, int]:
-        """Bytes that the engine holds on the device now, by what they hold."""
-        runtime = self._runtime
-        layers = [layer.unit.bytes_by_kind() for layer in runtime.layers if layer.unit.is_on_device]
-        there = [unit.bytes_by_kind() for unit in runtime.units if unit.is_on_device]
-        # Gradients are summed on the device of all resident parameters, and of units that live there.
-        summed = [*(group.unit.bytes_by_kind() for group in runtime.groups), *layers]
-        sum_bytes = sum(held.get("gradient_residuals", 0) for held in summed)
-        return {
-            "slots": runtime.prefetcher.device_bytes,
-            "gradient_slots": runtime.offloader.device_bytes,
-            **self._fixed_bytes_by_kind(),
-            "held_layers": runtime.prefetcher.held_bytes,
-            "states": sum(held["residuals"] + held["moments"] for held in there),
-            "layers": sum(held["weights"] for held in layers),
-            **({"gradient_residuals": sum_bytes} if sum_bytes else {}),
-        }
-
-    def _fixed_bytes_by_kind(self, outline: StepOutline | None = None) -> dict[str, int]:
-        """Those under any placement: now, or when a step of this outline is under way."""
-        runtime, sums = self._runtime, self._runtime.gradient_sums
-        part_slots, exchange = runtime.expert_streams.prefetcher.device_bytes, runtime.offloader.exchange
-        has_sums = sums.is_made or (outline is not None and (outline.samples or runtime.batch_cut.asked))
-        return {
-            **({"expert_slots": part_slots} if part_slots else {}),
-            "resident": sum(group.device_bytes for group in runtime.groups),
-            **({"gradient_sums": sums.planned_bytes} if has_sums else {}),
-            **({"exchange": exchange.device_bytes} if exchange is not None else {}),
-        }
 
     @property
     def measures(self) -> bool:
@@ -171,7 +137,7 @@ class DevicePlan:
         wouldn't fit beside it. Where there is room to spare, layers that stream are held (:mod:`.evaluation_weights`)."""
         if self._runtime.open_forwards:
             return
-        self.evaluation_weights.before_forward(model, inputs, self._left_bytes)
+        self.evaluation_weights.before_forward(model, inputs, self.budget.left_bytes)
         if self.made.placement.on_device and not self._is_displaced and self._device.type == "cuda":
             needed_bytes = self.evaluation_weights.needed_bytes(model, inputs)
             if needed_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
@@ -232,13 +198,13 @@ class DevicePlan:
         planner = max(range(ranks.size), key=lambda rank: (extents[rank].elements, extents[rank].length))
         # Before free memory is asked for: collectives make their buffers when they first run.
         exchange = self._runtime.offloader.exchange
-        if self._exchange_bytes == math.inf and self.has_budget and exchange is not None:
+        if self._exchange_bytes == math.inf and self.budget.exists and exchange is not None:
             _ = self._machine  # which is measured when it is first asked for
             self._exchange_bytes = exchange.trial() / seconds_of(self._device, exchange.trial)
             if self._runtime.prefetcher.slots and self.may_gather:
                 self._choose_fetches(ranks)
         failure: Exception | None = None
-        with replaced(self, "_given_budget_bytes", min(ranks.gather(self._budget_bytes()))):
+        with replaced(self.budget, "given_bytes", min(ranks.gather(self.budget.whole_bytes()))):
             if ranks.rank == planner:
                 # Another rank's batch may have less padding.
                 real = self._runtime.calls.real if self._extent(inputs).covers(extent) else None
@@ -284,7 +250,7 @@ class DevicePlan:
 
     def _plan(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> None:
         """Plans for a batch of this extent, which no plan covers."""
-        budget_bytes = self._budget_bytes()
+        budget_bytes = self.budget.whole_bytes()
         # A plan that fills the memory has no room for a batch that is only a little larger; a mere prediction may wait.
         if not budget_bytes and self.made.planned.covers(extent, _CLEARLY_LARGER):
             return
@@ -328,7 +294,7 @@ class DevicePlan:
         if (self.show or self._runtime.ranks is not None) and self._compiles_after is None:
             self._table = plan_table(plan, self._runtime, budget_bytes, outline)
         if plan.predicted_bytes > budget_bytes:
-            held = {**self._fixed_bytes_by_kind(outline), "step": step_bytes}
+            held = {**self.budget.fixed_bytes_by_kind(outline), "step": step_bytes}
             logger.warning(
                 "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s) and %.1f GiB are planned with; if it "
                 "runs out of memory, set megatrain_config.micro_batch_size, or lower per_device_train_batch_size or the "
@@ -372,7 +338,7 @@ class DevicePlan:
         # Steps may be planned anew for another reason than their batches: more forwards at once.
         if seen != self.made.seen:
             growths = [GROWTH_FACTORS[min(plans, len(GROWTH_FACTORS)) - 1], 1.0]
-        varies = self.has_budget and (self.made.plans or sizes_vary(self.made.row_sizes))
+        varies = self.budget.exists and (self.made.plans or sizes_vary(self.made.row_sizes))
         if varies and not self.made.plans:
             self.foresee(model, inputs)  # from which others are scaled
         for growth in growths if varies else ():
@@ -435,7 +401,7 @@ class DevicePlan:
         # What others that wait for their backward hold isn't more than what one takes that is recomputed; they share slots.
         sizes = dataclasses.replace(self.model_sizes(), slot_bytes=0, gradient_slot_bytes=0)
         waiting = peak_bytes(outline, sizes, Placement())
-        held = sum(self._fixed_bytes_by_kind(outline).values()) + LIBRARY_WORKSPACE_BYTES
+        held = sum(self.budget.fixed_bytes_by_kind(outline).values()) + LIBRARY_WORKSPACE_BYTES
         return held + (self.made.forwards_at_once - 1) * waiting
 
     def _take_over(self, model: nn.Module, data: dict[str, Any]) -> None:
@@ -444,7 +410,7 @@ class DevicePlan:
         if record is None or record.made_for != made_for(model, self._runtime, self._config, self.micro_batches):
             logger.info("megatrain: the checkpoint's plan was made for something else")
             return
-        budget_bytes = self._budget_bytes()
+        budget_bytes = self.budget.whole_bytes()
         if self._config.gpu_memory_bytes is None:
             # A few MiB more or less are free each time, and a plan fills what it finds.
             budget_bytes = int(budget_bytes * RESUMED_SHARE_OF_DEVICE / USABLE_SHARE_OF_DEVICE)
@@ -482,12 +448,6 @@ class DevicePlan:
         self._note(seen=BatchExtent(), planned=BatchExtent(), plans=0)
         self._resumed = None
 
-    @property
-    def has_budget(self) -> bool:
-        """Whether device memory is planned with; else nothing is placed and no time predicted."""
-        # Not by what is free: that is the driver's to say, which takes milliseconds.
-        return self._config.gpu_memory_bytes is not None or self._device.type == "cuda"
-
     def foresee(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
         """The outline of a step on ``inputs``, without planning for it; :meth:`follow` takes it over. The first is measured,
         and later ones are scaled from it where they can be. Raises an ``UnsupportedError`` for a batch that can't run in
@@ -497,7 +457,7 @@ class DevicePlan:
         if key not in self._foreseen:
             self._runtime.refresh_if_written()
             ways = self._ways(model, inputs)
-            outline = ways.best()[0] if self.has_budget else ways.outline()
+            outline = ways.best()[0] if self.budget.exists else ways.outline()
             self._decide_on_compiling(outline)
             found = self._in_proportion(inputs, outline)
             if found is None or not (found is outline or found.surely_fits or self.search_for(found).something_fits):
@@ -557,7 +517,7 @@ class DevicePlan:
         is_plain = self.micro_batches == 1 and not (outline.token_tile or outline.samples or self._runtime.batch_cut.asked)
         if not is_plain or self._runtime.compiled.may_compile:
             return None
-        everything = self.search_for(outline, budget_bytes=int(CERTAIN_SHARE * self._budget_bytes())).everything()
+        everything = self.search_for(outline, budget_bytes=int(CERTAIN_SHARE * self.budget.whole_bytes())).everything()
         return None if everything is None else dataclasses.replace(outline, surely_fits=True)
 
     def _ways(self, model: nn.Module, inputs: Mapping[str, Any]) -> WayChoice:
@@ -571,7 +531,7 @@ class DevicePlan:
     ) -> PlacementSearch:
         """For the placement of such a step, with what the settings fix unless more is ``fixed``, in the whole budget unless
         another is named."""
-        budget_bytes = self._budget_bytes() if budget_bytes is None else budget_bytes
+        budget_bytes = self.budget.whole_bytes() if budget_bytes is None else budget_bytes
         step_bytes = budget_bytes - self.fixed_bytes(outline)
         host_bytes = self._host_budget_bytes()
         fixed = self._fixed() if fixed is None else fixed
@@ -580,7 +540,7 @@ class DevicePlan:
     def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
         is_plain = self._runtime.runs_whole and self.search_for(outline).everything() is not None
         try:
-            return measure_layers(model, self._runtime, inputs, outline, self._budget_bytes(), is_plain)
+            return measure_layers(model, self._runtime, inputs, outline, self.budget.whole_bytes(), is_plain)
         except torch.OutOfMemoryError:
             if self.made.placement == self._settled():
                 raise
@@ -590,7 +550,7 @@ class DevicePlan:
         # What an earlier plan put on the device for smaller batches makes room.
         self._place(Placement())
         torch.cuda.empty_cache()
-        return measure_layers(model, self._runtime, inputs, outline, self._budget_bytes(), is_plain)
+        return measure_layers(model, self._runtime, inputs, outline, self.budget.whole_bytes(), is_plain)
 
     def _host_budget_bytes(self) -> int:
         """Host memory that offloaded activations could take if all units lived on the host."""
@@ -649,28 +609,3 @@ class DevicePlan:
         # The first addition makes room for all units' sums.
         is_summed = self._runtime.sums.is_wanted and self.adds_on_host
         return UnitSizes.of_unit(unit, is_summed, is_shared=self._ranks > 1)
-
-    def _budget_bytes(self) -> int:
-        """Bytes of the device that a step may take, what the engine holds included; 0 without a GPU."""
-        if self._given_budget_bytes is not None:
-            return self._given_budget_bytes
-        if self._config.gpu_memory_bytes is not None:
-            return self._config.gpu_memory_bytes
-        if self._device.type != "cuda":
-            return 0
-        free = free_bytes(self._device) - self._reserved_bytes()
-        return int(USABLE_SHARE_OF_DEVICE * (free + sum(self.held_bytes_by_kind().values())))
-
-    def _reserved_bytes(self) -> int:
-        return int(self.reserved_share * torch.cuda.mem_get_info(self._device)[1]) if self.reserved_share else 0
-
-    def _left_bytes(self) -> int | None:
-        """Bytes of the budget beside what the engine holds; None without a budget."""
-        budget_bytes = self._budget_bytes()
-        if not budget_bytes:
-            return None
-        left = budget_bytes - sum(self.held_bytes_by_kind().values())
-        if self._device.type == "cuda":
-            whole = whole_free_bytes(self._device) - self._reserved_bytes()
-            left = min(left, int(USABLE_SHARE_OF_DEVICE * whole) - SEGMENT_BYTES)
-        return left

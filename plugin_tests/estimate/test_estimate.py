@@ -56,7 +56,7 @@ def test_the_engine_without_memory_has_the_sizes_of_the_real_one(micro_batches: 
     meta = ForecastPlan(MetaEngine(meta_model(), MegatrainConfig()), MegatrainConfig(), machine_with(MACHINE), micro_batches)
     assert meta.model_sizes() == real.device_plan.model_sizes()
     outline = StepOutline((), 0, OpCosts(), {}, samples=2)
-    assert meta._fixed_bytes_by_kind(outline) == real.device_plan._fixed_bytes_by_kind(outline)
+    assert meta.budget.fixed_bytes_by_kind(outline) == real.device_plan.budget.fixed_bytes_by_kind(outline)
 
 
 @pytest.mark.parametrize("moments_dtype", ["fp32", "bf16", "int8"])
@@ -389,7 +389,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 def test_the_search_is_the_plans_own() -> None:
     found = forecaster()
     outline, _ = found.fastest(2, 64)
-    budget = found.plan._budget_bytes() - found.plan.fixed_bytes(outline)
+    budget = found.plan.budget.whole_bytes() - found.plan.fixed_bytes(outline)
     search = PlacementSearch(
         outline,
         found.plan.model_sizes(),

@@ -172,7 +172,7 @@ def peak_of(parts: int, **settings: Any) -> tuple[int, int, int]:
         optimizer.step()
         optimizer.zero_grad()
     peak, predicted = torch.cuda.max_memory_allocated() - base, engine.device_plan.made.predicted_bytes
-    held = engine.device_plan.held_bytes_by_kind()
+    held = engine.device_plan.budget.held_bytes_by_kind()
     engine.close()
     return peak, predicted, sum(count for kind, count in held.items() if "slots" in kind)
 

@@ -142,7 +142,7 @@ def test_device_memory_of_accumulating_runs_is_held_as_reported() -> None:
     before = torch.cuda.memory_allocated()
     engine.expect_accumulation(2)
     taken = torch.cuda.memory_allocated() - before
-    held = engine.device_plan.held_bytes_by_kind()["gradient_residuals"]
+    held = engine.device_plan.budget.held_bytes_by_kind()["gradient_residuals"]
     assert held == pytest.approx(2 * sum(parameter.numel() for parameter in model.parameters()), rel=0.01)
     # The allocator's blocks are multiples of 512 bytes, and of 2 MiB for large ones.
     assert held <= taken <= held + 64 * 2**20

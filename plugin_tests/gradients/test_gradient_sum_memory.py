@@ -63,9 +63,9 @@ def test_fp32_gradients_need_no_residuals(model: nn.Module) -> None:
 
 def test_sums_on_the_device_are_counted_there(model: nn.Module) -> None:
     engine = attach(model, device_layers=-1)
-    before = sum(engine.device_plan.held_bytes_by_kind().values())
+    before = sum(engine.device_plan.budget.held_bytes_by_kind().values())
     engine.expect_accumulation(2)
-    held = engine.device_plan.held_bytes_by_kind()
+    held = engine.device_plan.budget.held_bytes_by_kind()
     assert held["gradient_residuals"] == pytest.approx(2 * count_of(model), rel=0.02)
     assert sum(held.values()) - before == held["gradient_residuals"]
     assert engine.host_bytes_by_kind().get("gradient_residuals", 0) == 0

@@ -313,4 +313,4 @@ def test_cudart_is_not_touched_without_a_gpu(trainings: Any, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("registered memory on a machine without a GPU"))
     training: Training = trainings()
     training.step(token_batches(1)[0])
-    assert SimpleNamespace(**training.engine.device_plan.held_bytes_by_kind()).slots > 0
+    assert SimpleNamespace(**training.engine.device_plan.budget.held_bytes_by_kind()).slots > 0

@@ -115,7 +115,7 @@ def test_vllm_beside_the_streamed_model_reads_the_weights_of_each_step(
     assert any("layers.0" in name for name in changed), "a step is applied before the weights are read"
     engine = engine_of(both[1].trainer.model)
     assert engine is not None
-    assert engine.device_plan.reserved_share == (streamed.share if sleeps else 0)
+    assert engine.device_plan.budget.reserved_share == (streamed.share if sleeps else 0)
 
 
 def test_a_vllm_server_is_refused_with_the_remedy(tmp_path: Path) -> None:

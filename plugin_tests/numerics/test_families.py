@@ -124,7 +124,7 @@ def test_the_step_of_a_family_is_planned_for(family: Decoder) -> None:
         engine = engine_of(model)
         assert engine is not None
         model(**family.batch(0)).loss.backward()
-        assert engine.device_plan.made.predicted_bytes > sum(engine.device_plan.held_bytes_by_kind().values())
+        assert engine.device_plan.made.predicted_bytes > sum(engine.device_plan.budget.held_bytes_by_kind().values())
         engine.close()
 
 

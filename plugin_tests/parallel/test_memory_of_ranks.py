@@ -38,7 +38,7 @@ def main() -> None:
     taken = proportional_bytes() - before
     torch.distributed.barrier()
     taken += sum(parameter.numel() * 4 for parameter in model.parameters())  # the model's own memory, which went
-    taken -= sum(engine.device_plan.held_bytes_by_kind().values())  # which here is the host's
+    taken -= sum(engine.device_plan.budget.held_bytes_by_kind().values())  # which here is the host's
     store = engine.host_bytes_by_kind()
     Path(sys.argv[1], str(rank)).write_text(f"{taken} {sum(store.values())}")
     place(engine.device_plan, Counts(on_device=SHAPE["num_hidden_layers"]).placement(SHAPE["num_hidden_layers"]))

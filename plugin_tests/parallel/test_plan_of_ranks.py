@@ -78,7 +78,7 @@ def main() -> None:
     again.step(token_batches(1, length=8 + rank)[0])  # the rank that made the plan has the larger batch
     resumed = planned(again)
     again.engine.close()
-    exchange = run.engine.device_plan._fixed_bytes_by_kind()["exchange"]
+    exchange = run.engine.device_plan.budget.fixed_bytes_by_kind()["exchange"]
     own = {
         "plans": found,
         "norm": norm,
@@ -112,7 +112,7 @@ def test_ranks_run_by_the_plan_of_the_largest_batch_in_the_smallest_budget(tmp_p
     assert sizes.fetch_share == pytest.approx(0.5 + 0.5 * 1e9 / 1e11), "half over the link, half from the other"
     # The ranks' slots are rounded up to equal parts.
     assert first["sizes"] == repr(dataclasses.replace(sizes, fetch_share=0.5, slot_bytes=0))
-    assert first["exchange"] == estimated._fixed_bytes_by_kind()["exchange"]
+    assert first["exchange"] == estimated.budget.fixed_bytes_by_kind()["exchange"]
     model.model.layers[1].requires_grad_(False)
     sizes = ForecastPlan(MetaEngine(model, config, gpus=2), config, described).model_sizes()
     assert sizes.fetch_share == 1.0, "a rank may leave out a frozen layer"

@@ -70,7 +70,7 @@ def measure(checkpoint: Path, precision: str, source: str) -> dict[str, int]:
         "adopted": adopted - before_load,
         "training_peak": adopted - before_load + whole.growth,
         "store": sum(engine.host_bytes_by_kind().values()),
-        "device": sum(engine.device_plan.held_bytes_by_kind().values()),
+        "device": sum(engine.device_plan.budget.held_bytes_by_kind().values()),
         "layer": engine.runtime.layers[0].unit.layout.weight_bytes,
     }
 

@@ -18,7 +18,7 @@ from plain_torch import tiny_model, token_batches
 from torch import nn
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.plan import device_plan, evaluation_weights, plan_table, step_ways
+from megatrain_accelerate.plan import device_budget, device_plan, evaluation_weights, plan_table, step_ways
 from megatrain_accelerate.plan.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.placement import Counts, peak_bytes
@@ -70,7 +70,7 @@ def held_tensors(run: Training) -> list[torch.Tensor]:
 
 def peak_of_a_step(run: Training, ids: torch.Tensor) -> tuple[int, float]:
     """The most that a step has alive besides what the engine holds, and what was predicted of it."""
-    held = sum(run.engine.device_plan.held_bytes_by_kind().values())
+    held = sum(run.engine.device_plan.budget.held_bytes_by_kind().values())
     with LiveBytes([*held_tensors(run), ids]) as live:
         run.step(ids, max_norm=1.0)
         run.engine.drain()
@@ -564,12 +564,13 @@ def test_an_evaluation_that_would_not_fit_moves_layers_off_until_training_goes_o
     for training in (run, plain):
         training.step(batch())
     plan, before = run.engine.device_plan, run.engine.device_plan.made.placement
-    monkeypatch.setattr(plan, "_device", torch.device("cuda"))
+    for part in (plan, plan.budget):
+        monkeypatch.setattr(part, "_device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(evaluation_weights, "evaluation_bytes", lambda *_: 10 * MIB)
     free = {"bytes": 100 * MIB}
-    for name in ("free_bytes", "whole_free_bytes"):
-        monkeypatch.setattr(device_plan, name, lambda _: free["bytes"])
+    for module, name in ((device_plan, "free_bytes"), (device_budget, "free_bytes"), (device_budget, "whole_free_bytes")):
+        monkeypatch.setattr(module, name, lambda _: free["bytes"])
     run.model.eval()
     with torch.no_grad():
         roomy = run.model(input_ids=batch()).logits
@@ -578,7 +579,8 @@ def test_an_evaluation_that_would_not_fit_moves_layers_off_until_training_goes_o
         tight = run.model(input_ids=batch()).logits
     assert torch.equal(roomy, tight)
     assert not any(unit.is_on_device for unit in run.engine.runtime.units)
-    monkeypatch.setattr(plan, "_device", torch.device("cpu"))
+    for part in (plan, plan.budget):
+        monkeypatch.setattr(part, "_device", torch.device("cpu"))
     run.model.train()
     assert run.step(batch()) == plain.step(batch())
     assert plan.made.placement == before
@@ -589,16 +591,16 @@ def test_memory_that_another_will_take_again_stays_free(monkeypatch: pytest.Monk
     model = tiny_model()
     engine = attach(model)
     plan = engine.device_plan
-    monkeypatch.setattr(plan, "_device", torch.device("cuda"))
+    monkeypatch.setattr(plan.budget, "_device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (900 * MIB, 1000 * MIB))
     for name in ("free_bytes", "whole_free_bytes"):
-        monkeypatch.setattr(device_plan, name, lambda _: 900 * MIB)
-    budget, left = plan._budget_bytes(), plan._left_bytes()
+        monkeypatch.setattr(device_budget, name, lambda _: 900 * MIB)
+    budget, left = plan.budget.whole_bytes(), plan.budget.left_bytes()
     assert left is not None
-    plan.reserved_share = 0.4
-    taken = device_plan.USABLE_SHARE_OF_DEVICE * 400 * MIB
-    assert budget - plan._budget_bytes() == pytest.approx(taken, abs=2)
-    assert left - plan._left_bytes() == pytest.approx(taken, abs=2)
+    plan.budget.reserved_share = 0.4
+    taken = device_budget.USABLE_SHARE_OF_DEVICE * 400 * MIB
+    assert budget - plan.budget.whole_bytes() == pytest.approx(taken, abs=2)
+    assert left - plan.budget.left_bytes() == pytest.approx(taken, abs=2)
     engine.close()
 
 

@@ -105,9 +105,9 @@ def spare_layers(monkeypatch: pytest.MonkeyPatch, engine: Engine, count: float) 
     plan = engine.device_plan
     monkeypatch.setattr(evaluation_weights, "evaluation_bytes", lambda *_: MIB)
     one = layer_bytes(engine) // 6
-    taken = sum(plan.held_bytes_by_kind().values()) - held(engine) * one
-    monkeypatch.setattr(plan, "_budget_bytes", lambda: int(taken + MIB + count * one))
-    monkeypatch.setattr(type(plan), "has_budget", True)
+    taken = sum(plan.budget.held_bytes_by_kind().values()) - held(engine) * one
+    monkeypatch.setattr(plan.budget, "whole_bytes", lambda: int(taken + MIB + count * one))
+    monkeypatch.setattr(type(plan.budget), "exists", True)
 
 
 @pytest.mark.parametrize("setting", ["auto", "resident"])
@@ -328,7 +328,7 @@ def test_memory_that_is_not_there_is_no_error(engines: Any, monkeypatch: pytest.
         hold(index)
 
     monkeypatch.setattr(prefetcher, "hold", hold_three)
-    monkeypatch.setattr(engine.device_plan, "_budget_bytes", lambda: GIB)
+    monkeypatch.setattr(engine.device_plan.budget, "whole_bytes", lambda: GIB)
     text = generate(model)
     assert held(engine) == 3
     assert torch.equal(text, generate(whole))

@@ -85,7 +85,7 @@ def test_parameters_keep_names_shapes_and_identity() -> None:
 @pytest.mark.parametrize("parts", [2, 3, EXPERTS])
 def test_slots_shrink_to_one_part(parts: int) -> None:
     engine = attach(tiny_experts(), expert_parts=parts, slots=3)
-    held = engine.device_plan.held_bytes_by_kind()
+    held = engine.device_plan.budget.held_bytes_by_kind()
     rest, experts = engine.runtime.layers[0].unit.layout, engine.runtime.experts[0]
     of_part = experts.parts[0].unit.layout.weight_bytes
     engine.close()
@@ -117,7 +117,7 @@ def peak_as_predicted(model: nn.Module, **settings: Any) -> int:
     predicted = (
         engine.device_plan.made.predicted_bytes
         - LIBRARY_WORKSPACE_BYTES
-        - sum(engine.device_plan.held_bytes_by_kind().values())
+        - sum(engine.device_plan.budget.held_bytes_by_kind().values())
     )
     model.zero_grad()
     with LiveBytes(_present(model, engine)) as live:
@@ -315,7 +315,7 @@ def test_adapters_on_attention_train_beside_frozen_experts_in_parts() -> None:
             optimizer.zero_grad()
             losses[-1].append(loss.item())
         of_adapters = sum(p.nbytes for p in model.parameters() if p.requires_grad) // len(engine.runtime.layers)
-        assert engine.device_plan.held_bytes_by_kind()["gradient_slots"] == 2 * of_adapters
+        assert engine.device_plan.budget.held_bytes_by_kind()["gradient_slots"] == 2 * of_adapters
         engine.close()
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 

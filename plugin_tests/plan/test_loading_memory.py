@@ -68,7 +68,7 @@ def measure(folder: Path, dtype: str) -> dict[str, int]:
         "residuals": held["residuals"],
         "adopted": anonymous_bytes() - before,
         "layer": engine.runtime.layers[0].unit.layout.weight_bytes,
-        "device": sum(engine.device_plan.held_bytes_by_kind().values()),
+        "device": sum(engine.device_plan.budget.held_bytes_by_kind().values()),
     }
 
 

@@ -52,7 +52,7 @@ def measure() -> dict[str, int]:
     return {
         "peak": peak.growth,
         "store": sum(held.values()),
-        "device": sum(engine.device_plan.held_bytes_by_kind().values()),
+        "device": sum(engine.device_plan.budget.held_bytes_by_kind().values()),
         "layer": engine.runtime.layers[0].unit.layout.weight_bytes,
     }
 

@@ -71,7 +71,7 @@ def test_host_memory_of_units_on_the_device_is_given_back() -> None:
     run = training(device_layers=-1)
     run.step(token_batches(1)[0])
     assert sum(run.engine.host_bytes_by_kind().values()) == 0
-    held = run.engine.device_plan.held_bytes_by_kind()
+    held = run.engine.device_plan.budget.held_bytes_by_kind()
     count = sum(parameter.numel() for parameter in run.model.parameters())
     assert held["resident"] + held["layers"] + held["states"] == pytest.approx(12 * count, rel=0.02)
     assert held["slots"] == held["gradient_slots"] == 0

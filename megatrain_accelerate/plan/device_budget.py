@@ -1,0 +1,90 @@
+"""Device memory: what the engine holds of it now, by kind, and what a step may take in all."""
+
+from __future__ import annotations
+
+import torch
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.layers.runtime import StreamingRuntime
+from megatrain_accelerate.plan.machine import SEGMENT_BYTES, USABLE_SHARE_OF_DEVICE, free_bytes, whole_free_bytes
+from megatrain_accelerate.plan.step_profile import StepOutline
+
+
+class DeviceBudget:
+    """The memory that ``gpu_memory_gib`` names, or a share of what is free, of one engine on one device."""
+
+    def __init__(self, runtime: StreamingRuntime, config: MegatrainConfig, device: torch.device) -> None:
+        self._runtime, self._device = runtime, device
+        self._config = config
+        self.given_bytes: int | None = None
+        """Used instead of all that: the smallest of several ranks', while they plan together; a described machine's."""
+        self.reserved_share = 0.0
+        """Of the device's memory, what stays free for somebody who takes it by turns with the model, and not now."""
+        self.exchange_bytes: int | None = None
+        """Of buffers for other ranks' gradients, where the ranks are only described."""
+
+    @property
+    def exists(self) -> bool:
+        """Whether device memory is planned with; else nothing is placed and no time predicted."""
+        # Not by what is free: that is the driver's to say, which takes milliseconds.
+        return self._config.gpu_memory_bytes is not None or self._device.type == "cuda"
+
+    def whole_bytes(self) -> int:
+        """Bytes that a step may take, what the engine holds included; 0 without a GPU."""
+        if self.given_bytes is not None:
+            return self.given_bytes
+        if self._config.gpu_memory_bytes is not None:
+            return self._config.gpu_memory_bytes
+        if self._device.type != "cuda":
+            return 0
+        free = free_bytes(self._device) - self._reserved_bytes()
+        return int(USABLE_SHARE_OF_DEVICE * (free + self.held_bytes()))
+
+    def left_bytes(self) -> int | None:
+        """Bytes of the budget beside what the engine holds; None without a budget."""
+        whole_bytes = self.whole_bytes()
+        if not whole_bytes:
+            return None
+        left = whole_bytes - self.held_bytes()
+        if self._device.type == "cuda":
+            free = whole_free_bytes(self._device) - self._reserved_bytes()
+            left = min(left, int(USABLE_SHARE_OF_DEVICE * free) - SEGMENT_BYTES)
+        return left
+
+    def held_bytes(self) -> int:
+        """Bytes that the engine holds now."""
+        return sum(self.held_bytes_by_kind().values())
+
+    def held_bytes_by_kind(self) -> dict[str, int]:
+        """Those by what they hold."""
+        runtime = self._runtime
+        layers = [layer.unit.bytes_by_kind() for layer in runtime.layers if layer.unit.is_on_device]
+        there = [unit.bytes_by_kind() for unit in runtime.units if unit.is_on_device]
+        # Gradients are summed on the device of all resident parameters, and of units that live there.
+        summed = [*(group.unit.bytes_by_kind() for group in runtime.groups), *layers]
+        sum_bytes = sum(held.get("gradient_residuals", 0) for held in summed)
+        return {
+            "slots": runtime.prefetcher.device_bytes,
+            "gradient_slots": runtime.offloader.device_bytes,
+            **self.fixed_bytes_by_kind(),
+            "held_layers": runtime.prefetcher.held_bytes,
+            "states": sum(held["residuals"] + held["moments"] for held in there),
+            "layers": sum(held["weights"] for held in layers),
+            **({"gradient_residuals": sum_bytes} if sum_bytes else {}),
+        }
+
+    def fixed_bytes_by_kind(self, outline: StepOutline | None = None) -> dict[str, int]:
+        """Those under any placement: now, or when a step of this outline is under way."""
+        runtime, sums = self._runtime, self._runtime.gradient_sums
+        part_slots, exchange = runtime.expert_streams.prefetcher.device_bytes, runtime.offloader.exchange
+        exchange_bytes = self.exchange_bytes if exchange is None else exchange.device_bytes
+        has_sums = sums.is_made or (outline is not None and (outline.samples or runtime.batch_cut.asked))
+        return {
+            **({"expert_slots": part_slots} if part_slots else {}),
+            "resident": sum(group.device_bytes for group in runtime.groups),
+            **({"gradient_sums": sums.planned_bytes} if has_sums else {}),
+            **({"exchange": exchange_bytes} if exchange_bytes is not None else {}),
+        }
+
+    def _reserved_bytes(self) -> int:
+        return int(self.reserved_share * torch.cuda.mem_get_info(self._device)[1]) if self.reserved_share else 0
