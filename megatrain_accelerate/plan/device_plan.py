@@ -18,6 +18,7 @@ from torch import nn
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.kernels.device import can_step_on
 from megatrain_accelerate.layers.micro_batches import rows_of
+from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.runtime import StreamingRuntime, forwards_are_open
 from megatrain_accelerate.parallel.ranks import Ranks
@@ -33,6 +34,7 @@ from megatrain_accelerate.plan.machine import (
     seconds_of,
 )
 from megatrain_accelerate.plan.other_batches import (
+    FREE_GROWTH,
     GROWTH_FACTORS,
     BatchExtent,
     extrapolated_outline,
@@ -257,7 +259,7 @@ class DevicePlan:
         self._runtime.refresh_if_written()
         seen = self.made.seen.union(extent)
         try:
-            planned, outline = self._batch_to_plan_for(model, inputs, seen)
+            plan, outline = self._best_plan(model, inputs, seen)
         except torch.OutOfMemoryError:
             raise  # and the batch doesn't count: it is tried again smaller
         except Exception as error:  # a model that looks at its data can't be run without any
@@ -271,30 +273,13 @@ class DevicePlan:
             self._place(self._settled())
             self._note(planned=seen, usual_share=1.0)
             return
-        made = dataclasses.replace(
-            self.made,
-            made_for=made_for(model, self._runtime, self._config, self.micro_batches),
-            seen=seen,
-            planned=planned,
-            plans=self.made.plans + 1,
-            samples=outline.samples,
-            token_tile=outline.token_tile,
-            usual_share=1.0,
-            usual_bytes=0,
-            offloaded_bytes=0,
-            predicted_time=None,
-        )
-        plan = self._placed(made, outline, self._usual_step(model, inputs, planned, outline)) if budget_bytes else made
-        fixed_bytes = self.fixed_bytes(outline)
-        step_bytes = max(peak_bytes(outline, self.model_sizes(), plan.placement), plan.usual_bytes)
-        plan = dataclasses.replace(plan, predicted_bytes=fixed_bytes + step_bytes, usual_bytes=fixed_bytes + plan.usual_bytes)
         self._adopt(plan)
         if not budget_bytes:
             return
         if (self.show or self._runtime.ranks is not None) and self._compiles_after is None:
             self._table = plan_table(plan, self._runtime, budget_bytes, outline)
         if plan.predicted_bytes > budget_bytes:
-            held = {**self.budget.fixed_bytes_by_kind(outline), "step": step_bytes}
+            held = {**self.budget.fixed_bytes_by_kind(outline), "step": plan.predicted_bytes - self.fixed_bytes(outline)}
             logger.warning(
                 "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s) and %.1f GiB are planned with; if it "
                 "runs out of memory, set megatrain_config.micro_batch_size, or lower per_device_train_batch_size or the "
@@ -329,35 +314,67 @@ class DevicePlan:
         """No step follows: attention runs as before the first."""
         self._use_cudnn(True)
 
-    def _batch_to_plan_for(
+    def _best_plan(self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent) -> tuple[PlanRecord, StepOutline]:
+        """The plan, and the step that it is made for: on the batch itself as long as all have one size, else on one that
+        covers all batches so far (``seen``) and, as far as such a step fits, larger ones."""
+        made_with = made_for(model, self._runtime, self._config, self.micro_batches)
+        for growth, planned, outline in self._steps_to_plan_for(model, inputs, seen):
+            plan = dataclasses.replace(
+                self.made,
+                made_for=made_with,
+                seen=seen,
+                planned=planned,
+                plans=self.made.plans + 1,
+                samples=outline.samples,
+                token_tile=outline.token_tile,
+                usual_share=1.0,
+                usual_bytes=0,
+                offloaded_bytes=0,
+                predicted_time=None,
+            )
+            room_is_free = False
+            if self.budget.exists:
+                usual = self._usual_step(model, inputs, planned, outline)
+                plan, room_is_free = self._placed(plan, outline, usual)
+            if room_is_free or growth < FREE_GROWTH:
+                break
+        fixed_bytes = self.fixed_bytes(outline)
+        step_bytes = max(peak_bytes(outline, self.model_sizes(), plan.placement), plan.usual_bytes)
+        usual_bytes = fixed_bytes + plan.usual_bytes
+        return dataclasses.replace(plan, predicted_bytes=fixed_bytes + step_bytes, usual_bytes=usual_bytes), outline
+
+    def _steps_to_plan_for(
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
-    ) -> tuple[BatchExtent, StepOutline]:
-        """The extent to plan for and its step: the batch itself as long as all have one size, else one that covers all batches
-        so far and, if such a step fits, larger ones."""
-        plans, growths = max(1, self.made.plans), [1.0]
-        # Steps may be planned anew for another reason than their batches: more forwards at once.
-        if seen != self.made.seen:
-            growths = [GROWTH_FACTORS[min(plans, len(GROWTH_FACTORS)) - 1], 1.0]
+    ) -> Iterator[tuple[float, BatchExtent, StepOutline]]:
+        """Steps that fit, on batches that grow by less and less: the growth, the extent and the step of each."""
         varies = self.budget.exists and (self.made.plans or sizes_vary(self.made.row_sizes))
         if varies and not self.made.plans:
             self.foresee(model, inputs)  # from which others are scaled
-        for growth in growths if varies else ():
-            if (enlarged := resized_batch(model, inputs, seen, growth)) is None:
+        # Steps may be planned anew for another reason than their batches: more forwards at once.
+        growths = [FREE_GROWTH, GROWTH_FACTORS[min(max(1, self.made.plans), len(GROWTH_FACTORS)) - 1]]
+        for growth in [*(growths if seen != self.made.seen else ()), 1.0] if varies else ():
+            if (resized := resized_batch(model, inputs, seen, growth)) is None:
                 break
-            batch, real = enlarged
+            batch, real = resized
             if self._runtime.calls.real is None:  # a batch that is computed whole takes more than its tokens in a row
                 real = None
-            try:
-                with replaced(self._runtime.calls, "real", real):
-                    # Room for batches that never came isn't worth smaller pieces, or tiles.
-                    ways = self._ways(model, batch)
-                    outline = self._in_proportion(batch, ways.best()[0] if growth == 1.0 else ways.outline())
-            except Exception as error:  # the model bounds sequences in a way of its own
-                logger.info("megatrain: no larger batches can be planned for (%s)", error)
-                continue
+            # Room for batches that never came isn't worth smaller pieces, or tiles.
+            outline = self._step_on(model, batch, real, may_change_way=growth == 1.0)
             if outline is not None and self.search_for(outline).something_fits:
-                return BatchExtent.of(batch, real), outline
-        return self._extent(inputs), self.foresee(model, inputs)
+                yield growth, BatchExtent.of(batch, real), outline
+        yield 1.0, self._extent(inputs), self.foresee(model, inputs)
+
+    def _step_on(
+        self, model: nn.Module, batch: Mapping[str, Any], real: RealTokens | None, may_change_way: bool = False
+    ) -> StepOutline | None:
+        """A step on a made-up batch of which these tokens are real, scaled from the measured one; None if it can't be told."""
+        try:
+            with replaced(self._runtime.calls, "real", real):
+                ways = self._ways(model, batch)
+                return self._in_proportion(batch, ways.best()[0] if may_change_way else ways.outline())
+        except Exception as error:  # the model bounds sequences in a way of its own
+            logger.info("megatrain: no batches of another size can be planned for (%s)", error)
+            return None
 
     def _usual_step(
         self, model: nn.Module, inputs: Mapping[str, Any], planned: BatchExtent, outline: StepOutline
@@ -372,22 +389,22 @@ class DevicePlan:
         if (resized := resized_batch(model, inputs, extent, 1.0 if in_a_row else share)) is None:
             return None
         batch, real = resized
-        with (
-            replaced(self._runtime.calls, "real", real if in_a_row else None),
-            layers_run(self._runtime, outline.samples, outline.token_tile),
-        ):
-            usual = self._in_proportion(batch, self._ways(model, batch).outline())
+        with layers_run(self._runtime, outline.samples, outline.token_tile):
+            usual = self._step_on(model, batch, real if in_a_row else None)
         return None if usual is None else (share, usual)
 
-    def _placed(self, plan: PlanRecord, outline: StepOutline, usual: tuple[float, StepOutline] | None) -> PlanRecord:
-        """The plan with the fastest placement: for the usual batch and the largest, if there are both."""
-        both = None if usual is None else place_both(plan, *usual, outline, self.search_for, self._fixed())
-        if both is not None:
+    def _placed(
+        self, plan: PlanRecord, outline: StepOutline, usual: tuple[float, StepOutline] | None
+    ) -> tuple[PlanRecord, bool]:
+        """The plan with the fastest placement, for the usual batch and the largest if there are both; and whether room for
+        the largest costs the usual one nothing."""
+        if usual is not None and (both := place_both(plan, *usual, outline, self.search_for, self._fixed())) is not None:
             return both
         search = self.search_for(outline)
         found = search.best() or search.leanest()
         time, offloaded_bytes = None if outline.surely_fits else found.time, sum(sent_bytes(outline, found.placement))
-        return dataclasses.replace(plan, placement=found.placement, predicted_time=time, offloaded_bytes=offloaded_bytes)
+        placed = dataclasses.replace(plan, placement=found.placement, predicted_time=time, offloaded_bytes=offloaded_bytes)
+        return placed, False
 
     def _note_batches(self, *extents: BatchExtent) -> None:
         tokens = self.made.tokens + sum(extent.real for extent in extents)

@@ -26,9 +26,10 @@ SearchFor = Callable[[StepOutline, Mapping[str, Any]], PlacementSearch]
 
 def place_both(
     plan: PlanRecord, share: float, usual: StepOutline, largest: StepOutline, search_for: SearchFor, fixed: Mapping[str, Any]
-) -> PlanRecord | None:
+) -> tuple[PlanRecord, bool] | None:
     """The plan with a placement for the usual batch, that of ``share`` of the largest one's tokens, and one for the largest;
-    None if there are none with the units in the same places.
+    None if there are none with the units in the same places. With it, whether the largest costs the others nothing: units live
+    where the usual batch alone would have them, and batches between the two keep as many layers as fit.
 
     Args:
         search_for: gives the search for a step's placement with some :class:`~.placement.Counts` fixed.
@@ -40,12 +41,18 @@ def place_both(
     if found is None:
         return None
     most, fixed = found
-    if most.placement.on_device != best.placement.on_device and (best := search_for(usual, fixed).best()) is None:
+    moves = most.placement.on_device != best.placement.on_device
+    if moves and (best := search_for(usual, fixed).best()) is None:
         return None
     calls = zip(usual.forward_calls, largest.forward_calls, strict=True)
     kept_bytes = [(usual.profiles[less.kind].kept_bytes, largest.profiles[more.kind].kept_bytes) for less, more in calls]
     differs_in_kept = dataclasses.replace(most.placement, kept=best.placement.kept) == best.placement
-    return dataclasses.replace(
+    is_linear = (
+        differs_in_kept
+        and len(most.placement.kept) <= len(best.placement.kept)
+        and all(less >= LINEAR_SHARE * share * more for less, more in kept_bytes)
+    )
+    both = dataclasses.replace(
         plan,
         placement=most.placement,
         predicted_time=None if usual.surely_fits else best.time,
@@ -53,10 +60,9 @@ def place_both(
         usual_share=share,
         usual_placement=best.placement,
         usual_bytes=best.peak_bytes,
-        is_linear=differs_in_kept
-        and len(most.placement.kept) <= len(best.placement.kept)
-        and all(less >= LINEAR_SHARE * share * more for less, more in kept_bytes),
+        is_linear=is_linear,
     )
+    return both, is_linear and not moves
 
 
 def _largest_beside(

@@ -306,15 +306,24 @@ def test_from_the_second_plan_on_there_is_room_for_longer_batches(outlined: list
     for length in (64, 32, 64, 65, 98, 50, 128, 256, 100):
         run.step(batch(length))
         assert run.engine.device_plan.made.predicted_bytes <= 24 * MIB + LIBRARY_WORKSPACE_BYTES
-    # 1.5 times 65 and 2 times 128 tokens, and batches of the mean size.
-    assert outlined == [(4, 64), (4, 98), (4, 57), (4, 256), (4, 72)]
+    # Room for three times the tokens would cost batches of the mean size something: 1.5 times 65 and 2 times 128 tokens.
+    assert outlined == [(4, 64), (4, 195), (4, 57), (4, 98), (4, 57), (6, 256), (6, 48), (4, 256), (4, 72)]
+    assert run.engine.device_plan.made.planned.elements == 2 * 4 * 256
+
+
+def test_there_is_room_for_three_times_the_tokens_where_it_costs_nothing(outlined: list[tuple[int, ...]]) -> None:
+    run = planned(200)
+    for length in (64, 65, 64, 190):
+        run.step(batch(length))
+    assert outlined == [(4, 64), (4, 195), (4, 65)]
+    assert len(run.engine.device_plan.made.placement.on_device) == 8
 
 
 def test_no_room_is_left_where_a_larger_batch_would_not_fit(outlined: list[tuple[int, ...]]) -> None:
     run = planned(9, offloaded_layers=0, offloaded_inputs=False, token_tile=0)
     run.step(batch(64))
     run.step(batch(128))
-    assert outlined == [(4, 64), (4, 192), (4, 128), (4, 96)]
+    assert outlined == [(4, 64), (6, 256), (4, 192), (4, 128), (4, 96)]
     assert run.engine.device_plan.made.predicted_bytes <= 9 * MIB + LIBRARY_WORKSPACE_BYTES
 
 
@@ -323,7 +332,7 @@ def test_room_ends_where_the_positions_of_the_model_do(outlined: list[tuple[int,
     run.model.config.max_position_embeddings = 100
     run.step(batch(64))
     run.step(batch(80))
-    assert outlined == [(4, 64), (5, 100), (5, 58)]  # 1.5 times the tokens, in rows of 100, and the mean of the two
+    assert outlined == [(4, 64), (10, 100), (10, 29)]  # 3 times the tokens, in rows of 100, and the mean of the two
 
 
 def test_a_model_that_bounds_its_sequences_in_its_own_way_is_planned_for_up_to_there(outlined: list[tuple[int, ...]]) -> None:
@@ -337,7 +346,7 @@ def test_a_model_that_bounds_its_sequences_in_its_own_way_is_planned_for_up_to_t
     run.model.forward = bounded
     for length in (64, 72, 64):
         run.step(batch(length))
-    assert outlined == [(4, 64), (4, 108), (4, 72)]
+    assert outlined == [(4, 64), (4, 216), (4, 108), (4, 72)]
     assert len(run.engine.device_plan.made.placement.kept) == 8
 
 
@@ -347,7 +356,7 @@ def test_numbers_beside_the_text_add_nothing_to_a_larger_batch(outlined: list[tu
         ids = long_batch(length)
         inputs = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(length)}
         run.engine.device_plan.follow(run.model, inputs)
-    assert outlined == [(1, 64), (1, 120), (1, 72)]
+    assert outlined == [(1, 64), (1, 240), (1, 72)]
 
 
 class PixelsOrText(nn.Module):
@@ -384,8 +393,8 @@ def test_a_plan_covers_the_batches_before_it_too(outlined: list[tuple[int, ...]]
     many_short, few_long = token_batches(1, batch=32, length=16, vocabulary=512)[0], long_batch(100)
     for ids in (many_short, few_long, many_short):
         run.step(ids)
-    # 1.5 times the 512 tokens of the first, in rows of 1.5 times the second's length.
-    assert outlined == [(32, 16), (6, 150), (6, 52)]
+    # 1.5 times the 512 tokens of the first, in rows of 1.5 times the second's length; three times would cost something.
+    assert outlined == [(32, 16), (6, 256), (6, 51), (6, 150), (6, 52)]
     taken, predicted = peak_of_a_step(run, many_short)
     assert taken <= 1.03 * predicted + 0.1 * MIB
 
