@@ -56,11 +56,8 @@ def require_attention_to_keep(model: nn.Module, kept_attention: int | None) -> N
 
 
 class AttentionResults:
-    """The results of one run's attention operations, in order.
-
-    Owner: the graph, by way of its checkpoint. Reader: the recompute. ``leaving`` takes those that wait in host memory, for
-    whoever sends it when the run is over; None if all stay.
-    """
+    """The results of one run's attention operations, in order. Owner: the graph, by way of its checkpoint. Reader: the
+    recompute. ``leaving`` takes those that wait in host memory, for whoever sends it after the run; None if all stay."""
 
     def __init__(self, leaving: Recording | None = None) -> None:
         self.results: list[Any] = []
