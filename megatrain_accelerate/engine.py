@@ -84,16 +84,13 @@ class Engine:
 
     Adopting frees the model's own memory layer by layer, so that the host never holds more than the store, one layer and a
     constant. Parameters keep identity, name and shape; layers' data moves to the host store, the rest to the device. The
-    engine doesn't hold the model; it dies with it. Raises ``UnsupportedError`` where the model can't stream, and
-    ``HostMemoryError`` where it doesn't fit, before anything is allocated.
+    engine doesn't hold the ``model``, which comes on the CPU; it dies with it. Raises ``UnsupportedError`` where the model
+    can't stream, and ``HostMemoryError`` where it doesn't fit, before anything is allocated.
 
-    Args:
-        model: on the CPU.
-        bf16: whether the run's mixed precision is bf16.
-        training: False for evaluation: no gradients, masters or moments.
-        accumulates: whether gradients of several backwards will be added up before a step; counts their memory already.
-        show_plan: print the plan's table, and in a log file a line in the progress bar's place.
-        freed_bytes: host memory that others give back meanwhile: moments that optimizers brought from an earlier engine.
+    ``bf16``: whether that is the run's mixed precision. ``training``: False for evaluation: no gradients, masters or moments.
+    ``accumulates``: whether gradients of several backwards will be added up before a step; counts their memory already.
+    ``show_plan``: print the plan's table, and in a log file a line in the progress bar's place. ``freed_bytes``: host memory
+    that others give back meanwhile: moments that optimizers brought from an earlier engine.
     """
 
     unit_class: type[HostUnit] = HostUnit
@@ -235,8 +232,7 @@ class Engine:
         return [driver.optimizer for driver in self.optimizer_drivers if driver.optimizer is not None]
 
     def enable_training(self) -> None:
-        """Gets ready for gradients, on the host and on the device, unless it is. Raises ``HostMemoryError`` where it doesn't
-        fit; nothing is allocated then."""
+        """Gets ready for gradients, unless it is. Raises ``HostMemoryError``, with nothing allocated, where they don't fit."""
         if not self.training:
             parts = self._planned_bytes([unit.layout for unit in self.runtime.units])
             more = {kind: parts[kind] for kind in ("gradients", "moments")}
@@ -446,8 +442,7 @@ class Engine:
         return dict(held)
 
     def close(self) -> None:
-        """Detaches the engine, unless it is: a plain model stays, with its weights in ordinary host memory, in full precision.
-        Buffers stay on the device."""
+        """Detaches the engine, unless it is: a plain model stays, with weights in ordinary host memory, in full precision."""
         if self.is_closed:
             return
         self.is_closed = True

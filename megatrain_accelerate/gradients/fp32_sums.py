@@ -147,8 +147,7 @@ class Fp32Sums:
 
     def host_norm(self, gradient: torch.Tensor, residual: torch.Tensor | None) -> float:
         """2-norm of a gradient on the host, or of the fp32 sum that it is the bf16 half of."""
-        # torch's own norm on the CPU makes an fp32 copy and runs on threads of its own, several times slower; the stand-in
-        # takes it all the same, so that its bits can be compared with plain PyTorch's.
+        # torch's own norm on the CPU is several times slower; the stand-in takes it, to have the bits of plain PyTorch.
         if self._device.type == "cuda" and (residual is not None or gradient.is_contiguous()):
             return math.sqrt(self._kernels.square_sum(gradient, residual))
         if residual is not None:

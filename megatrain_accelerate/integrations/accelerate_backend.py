@@ -101,12 +101,9 @@ def prepare_model(
     evaluation_mode: bool = False,
 ) -> nn.Module:
     """Attaches the engine, then lets Accelerate do its bookkeeping and autocast, without placement and wrapping. A small
-    module beside a model that streams is Accelerate's alone.
-
-    Raises as :func:`require_servable` does; ``UnsupportedError`` where the model can't stream, or an optimizer that steps
-    another one holds trained parameters of it; ``HostMemoryError`` where it doesn't fit; ``ConfigError`` where the settings
-    exclude the accumulation of gradients.
-    """
+    module beside a model that streams is Accelerate's alone. Raises as :func:`require_servable` does; ``UnsupportedError``
+    where the model can't stream, or an optimizer that steps another one holds trained parameters of it; ``HostMemoryError``
+    where it doesn't fit; ``ConfigError`` where the settings exclude the accumulation of gradients."""
     require_servable(accelerator)
     config = config_for(arguments_of(accelerator))
     if engine_of(model) is None and _is_beside(accelerator, model, config):
@@ -316,12 +313,9 @@ def require_steps_in_backward_possible(
 
 
 def begin_training(engine: Engine, *, steps_in_backward: bool) -> None:
-    """Chooses the schedule of the steps where the settings leave the choice, and forgets a training that broke off.
-
-    Without ``steps_in_backward`` layers aren't stepped there: where gradients are clipped (their norm is known after backward
-    only), a step that fails is tried again with a smaller batch (what was stepped couldn't be taken back), or code of the
-    user's runs between backward and step.
-    """
+    """Chooses the schedule of the steps where the settings leave the choice, and forgets a training that broke off. Without
+    ``steps_in_backward`` layers aren't stepped there: where gradients are clipped (their norm is known after backward only), a
+    step that fails is tried again with a smaller batch, or code of the user's runs between backward and step."""
     engine.runtime.drain()
     for driver in engine.optimizer_drivers:
         if not isinstance(driver, FusedStep):

@@ -188,8 +188,7 @@ class FusedStep(HostStep):
 
     def _entry(self, states: dict[Any, dict[str, Any]], state: ParameterState) -> dict[str, Any]:
         """What the optimizer's ``states`` have for a parameter now, whose moments are made if they weren't. Where somebody
-        emptied or changed it the store follows, behind the steps that still write the moments; else it costs a few
-        look-ups."""
+        emptied or changed it the store follows, behind the steps that still write the moments."""
         if state.moments is None:
             self.runtime.part_of(state).unit.allocate("moments", touch=False)  # the step does, and nobody waits for it
         entry = states[state.parameter]
@@ -267,12 +266,10 @@ class FusedStep(HostStep):
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
-        """Fixes the step's settings and gradients, and hands the arithmetic to the worker.
-
-        ``own_step``, the optimizer's original one, steps the parameters of other modules. Raises what :meth:`begin_step`,
-        :meth:`allows` and :func:`refuse_unfused` do, and a StateError where layers were stepped in backward with other
-        settings than those of now, or gradients that should have passed are still there.
-        """
+        """Fixes the step's settings and gradients, and hands the arithmetic to the worker. ``own_step``, the optimizer's
+        original one, steps the parameters of other modules. Raises what :meth:`begin_step`, :meth:`allows` and
+        :func:`refuse_unfused` do, and a StateError where layers were stepped in backward with other settings than those of
+        now, or gradients that should have passed are still there."""
         runtime = self.runtime
         self.begin_step()
         if runtime.ranks is not None:

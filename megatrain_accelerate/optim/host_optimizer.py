@@ -1,8 +1,6 @@
-"""The optimizer that the Trainer sees: the user's own object, whose ``step()`` works on the host store.
-
-The object stays the same, since schedulers hold it; only its class is swapped for a subclass made here. Adam and AdamW
-run the fused kernel, deferred; any other torch optimizer runs its own ``step()`` on fp32 masters.
-"""
+"""The optimizer that the Trainer sees: the user's own object, since schedulers hold it, whose ``step()`` works on the host
+store. Only its class is swapped for a subclass made here. Adam and AdamW run the fused kernel, deferred; any other torch
+optimizer runs its own ``step()`` on fp32 masters."""
 
 from __future__ import annotations
 
@@ -31,12 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> HostStep:
-    """Makes ``optimizer`` step on the host store of ``runtime``. Its identity, groups and defaults stay.
-
-    It may also hold parameters that don't stream; an UnsupportedError for trained ones of another streamed model, or an
-    optimizer that can't work with the settings. ``schedule``: ``deferred``, ``backward`` or ``serial``; other optimizers than
-    Adam and AdamW are always serial.
-    """
+    """Makes ``optimizer`` step on the host store of ``runtime``. Its identity, groups and defaults stay. It may also hold
+    parameters that don't stream; an UnsupportedError for trained ones of another streamed model, or an optimizer that can't
+    work with the settings. ``schedule``: ``deferred``, ``backward`` or ``serial``, as all but Adam and AdamW are."""
     runtime.drain()  # steps of an optimizer before this one still write the moments
     optimizer.__class__ = getattr(type(optimizer), "_megatrain_original_class", type(optimizer))
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -176,11 +171,9 @@ class MasterStep(HostStep):
         )
 
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
-        """Shows the optimizer fp32 masters and gradients in the place of the weights, and writes back what it made.
-
-        Parameters of other modules are stepped as they are. Takes 8 bytes a streamed parameter of host memory while it runs,
-        besides the optimizer's own state. Raises what :meth:`begin_step` and :meth:`allows` do.
-        """
+        """Shows the optimizer fp32 masters and gradients in the place of the weights, and writes back what it made. Parameters
+        of other modules are stepped as they are. Takes 8 bytes a streamed parameter of host memory while it runs, besides the
+        optimizer's own state. Raises what :meth:`begin_step` and :meth:`allows` do."""
         runtime = self.runtime
         self.begin_step()
         found, outside = self.with_gradients(optimizer)

@@ -28,19 +28,15 @@ PASSING_BUFFERS = 3
 class HostUnit:
     """Owner of one unit's host memory: a streamed layer's, or a resident group's.
 
-    Writers: adoption, the step worker (weights, residuals, moments), the d2h stream or the step worker (gradients),
-    and whoever writes to the parameters from outside (``load_state_dict``). Readers: the h2d stream (weights), the
-    step worker. :attr:`version` changes whenever a device copy of the weights becomes stale.
+    Writers: adoption, the step worker (weights, residuals, moments), the d2h stream or the step worker (gradients), and
+    whoever writes to the parameters from outside (``load_state_dict``). Readers: the h2d stream (weights), the step worker.
+    :attr:`version` changes whenever a device copy of the weights becomes stale. Weights and residuals are made with the unit;
+    gradients and moments are promised when it is to be trained, and made when they are first needed, see :meth:`allocate`.
 
-    Weights and residuals are made with the unit; gradients and moments are promised when it is to be trained, and made when
-    they are first needed, where the unit lives by then, see :meth:`allocate`.
-
-    Args:
-        parameters: (name, parameter) of the unit, each parameter once, in model order; each computes in its one of ``dtypes``.
-        register: see :class:`HostMemory`.
-        holds_masters: False if the weights are all there is of them: loaded in bf16, and not to be trained so far.
-        moments_dtype: fp32, bf16, or int8 for codes and scales.
-        store: what several ranks share; the first one's values count.
+    ``parameters``: (name, parameter), each once, in model order, which compute in these ``dtypes``. ``register``: see
+    :class:`HostMemory`. ``holds_masters``: False if the weights, loaded in bf16 and not to be trained so far, are all there is
+    of them. ``moments_dtype``: fp32, bf16, or int8 for codes and scales. ``store``: what several ranks share; the first one's
+    values count.
     """
 
     def __init__(
@@ -259,11 +255,9 @@ class HostUnit:
 
     def move(self, device: torch.device | None, kernels: StepKernels) -> None:
         """What the unit has, its parameters' data and gradients among it, lives on ``device`` from now on, where gradients are
-        autograd's own; with None on the host again, in memory that is made and registered anew.
-
-        ``kernels``: those of the new home. No step and no copy may be pending on the unit. If it doesn't fit
-        (``torch.OutOfMemoryError``, ``HostMemoryError``) it stays as it was.
-        """
+        autograd's own; with None on the host again, in memory that is made and registered anew. ``kernels``: those of the new
+        home. No step and no copy may be pending. Without room (``torch.OutOfMemoryError``, ``HostMemoryError``) nothing
+        moves."""
         old_memory = self.memory
         sums = [(s, s.parameter.grad, s.sum_residual if s.handle.has_fp32_sum else None) for s in self.states]
         kinds = [kind for kind in old_memory if kind != "gradients"]
@@ -381,10 +375,8 @@ def planned_host_bytes(
     passing: int = 0,
     moments_dtype: torch.dtype = torch.float32,
 ) -> dict[str, int]:
-    """Bytes that units of these layouts will take with the fused optimizer, by what they hold.
-
-    ``training``: whether there are gradients and moments. ``passing``: how many of the first units have gradients that pass.
-    """
+    """Bytes that units of these layouts will take with the fused optimizer, by what they hold. ``training``: whether there are
+    gradients and moments. ``passing``: how many of the first units have gradients that pass."""
     units = [sizes_by_kind(layout, moments_dtype) for layout in layouts]
     parts = {kind: sum(unit[kind] for unit in units) for kind in ("weights", "gradients", "residuals", "moments")}
     passed = [unit["gradients"] for unit in units[:passing]]
