@@ -25,6 +25,7 @@ from megatrain_accelerate.checkpoint.disk import REPLACED, flush_file, flush_fol
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.hooks import replaced
+from megatrain_accelerate.optim.host_step import parameters_of
 from megatrain_accelerate.optim.moment_states import saved_bytes, views_of
 from megatrain_accelerate.progress import progress_bar
 from megatrain_accelerate.units import GIB
@@ -177,7 +178,7 @@ def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only
         for state in unit.states
         if state.entry.spec.trainable
     }
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    parameters = parameters_of(optimizer)
     entries = {parameter: {**optimizer.state.get(parameter, {}), **views.get(parameter, {})} for parameter in parameters}
     return {"weights": weights, "optimizer": saved_bytes(entries, engine.config.host_memory_gib)}
 

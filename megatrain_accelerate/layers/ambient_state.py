@@ -132,7 +132,7 @@ def surroundings_again(device: torch.device, module: nn.Module) -> Again:
 
 class WrittenBuffers:
     """Buffers that a layer writes while it runs (running statistics, counters), as its forwards show. A recompute begins with
-    those that its forward began with, and leaves no trace in them: with plain checkpoints BatchNorm counts twice."""
+    those that its forward began with, and leaves no trace in them: with torch/utils/checkpoint.py BatchNorm counts twice."""
 
     def __init__(self, module: nn.Module) -> None:
         self._owners = [owner for owner in module.modules() if owner._buffers]

@@ -15,8 +15,8 @@ CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_par
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call's arguments without key-value caches, by transformers' rule (``GradientCheckpointingLayer``). An
-    UnsupportedError if a cache holds tokens: without it the layer would compute something else."""
+    """The call's arguments without key-value caches, by transformers' rule (``GradientCheckpointingLayer``,
+    modeling_layers.py). An UnsupportedError if a cache holds tokens: without it the layer would compute something else."""
     is_cache = [hasattr(value, "get_seq_length") and hasattr(value, "update") for value in args]
     caches = [value for flag, value in zip(is_cache, args, strict=True) if flag]
     caches += [value for name, value in kwargs.items() if name in CACHE_ARGUMENTS and hasattr(value, "get_seq_length")]

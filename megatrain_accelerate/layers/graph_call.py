@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.gradients.call_gradients import Backward, GradientSums
 from megatrain_accelerate.gradients.offload import GradientOffloader
-from megatrain_accelerate.hooks import weakly
 from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.ambient_state import BufferValues, buffers_as_before, surroundings_again
 from megatrain_accelerate.layers.attention_results import AttentionResults
@@ -38,8 +37,8 @@ from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.saved_tensors import SavedTensors
-from megatrain_accelerate.layers.shared_mappings import no_writes_into, no_writes_to
-from megatrain_accelerate.layers.unpadded_layer import batch_of
+from megatrain_accelerate.layers.shared_mappings import no_writes_into, no_writes_to, run_with_mappings, takes_mappings
+from megatrain_accelerate.layers.unpadded_layer import SampleAttention, batch_of
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader, Recording, inputs_offloaded
 from megatrain_accelerate.transfer.call_order import Tape
 from megatrain_accelerate.transfer.meter import named_range
@@ -123,7 +122,8 @@ class GraphCall:
         if id(tensor) not in watched:
             # A leaf lives on, and hooks on it would pile up. The gradients of all pieces are known at once.
             through = tensor.view_as(tensor) if tensor.is_leaf or self.pieces > 1 else tensor
-            through.register_hook(weakly(self.all_issued))  # the graph below the layer may live longer than the layer's own
+            # Weakly: the graph below the layer may live longer than the layer's own.
+            through.register_hook(functools.partial(_all_issued, weakref.ref(self)))
             watched[id(tensor)] = watched[id(through)] = through
         return watched[id(tensor)]
 
@@ -135,7 +135,7 @@ class GraphCall:
                 self._leaves.append((row, weakref.ref(weight)))
                 weight._megatrain_call = self  # type: ignore[attr-defined]
                 if is_watched:
-                    weight.register_post_accumulate_grad_hook(weakly(self.leaf_arrived))
+                    weight.register_post_accumulate_grad_hook(self.leaf_arrived)
 
     def _leaves_in(self, slot: WeightSlot) -> list[torch.Tensor]:
         """The layer's weights in the slot, in entry order, as leaves; each with a version of its own (``data``)."""
@@ -171,8 +171,11 @@ class GraphCall:
         if self._captures is not None:
             return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget, self.row)
         at_work = self._expert_results.at_work(layer, replays=is_recompute) if layer.experts else contextlib.nullcontext()
-        with at_work:
-            return layer.run(args, kwargs, self.row)
+        attention = contextlib.nullcontext() if self.row is None else SampleAttention(self.row)
+        with at_work, layer.tiles.at_work(args, kwargs), attention:
+            if takes_mappings(args, kwargs):
+                return run_with_mappings(layer.forward, args, kwargs)
+            return layer.forward(*args, **kwargs)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
@@ -317,7 +320,7 @@ class GraphCall:
         leaves = [found() for _, found in self._leaves]
         return all(leaf is None or leaf.grad is not None for leaf in leaves)
 
-    def all_issued(self, *_: torch.Tensor) -> None:
+    def all_issued(self) -> None:
         """All of the layer's backward has been issued, as far as a hook can tell."""
         if self.running_slot is not None:
             return
@@ -372,6 +375,12 @@ class GraphCall:
                 "or outputs of layers instead"
             )
         self.calls.backwards[self.task].take(self, taken, is_complete)
+
+
+def _all_issued(call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
+    """A hook of a layer's input."""
+    if (found := call()) is not None:
+        found.all_issued()
 
 
 @dataclasses.dataclass(eq=False)

@@ -31,7 +31,7 @@ from megatrain_accelerate.layers.micro_batches import BatchCut
 from megatrain_accelerate.layers.nested_tensors import taken_apart
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.resident import Part, ResidentGroup, relocate
-from megatrain_accelerate.layers.shared_mappings import with_copies
+from megatrain_accelerate.layers.shared_mappings import has_mappings, with_copies
 from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.layers.unpadded_layer import batch_of
 from megatrain_accelerate.layers.watched_parameters import Watch, unwatched
@@ -229,7 +229,8 @@ class StreamingRuntime:
                 tape, position, open_forward = self.passes.record(layer)
                 if self._is_plain:
                     return self._run_plain(layer, open_forward, *arguments)
-                return with_copies(functools.partial(self.calls.run, layer, tape, position), *arguments)
+                run = functools.partial(self.calls.run, layer, tape, position)
+                return with_copies(run, *arguments) if has_mappings(*arguments) else run(*arguments)
         tape, position = self.passes.order.record(layer.index)
         without_graph = torch.no_grad() if has_graph else contextlib.nullcontext()
         slot = self.prefetcher.acquire(layer, self.passes.after_forward(tape, position, False))

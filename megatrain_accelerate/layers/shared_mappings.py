@@ -33,6 +33,11 @@ class _Returned(NamedTuple):
     entries: tuple[dict[Any, Any], ...]
 
 
+def has_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there are mappings of the model's among these arguments."""
+    return any(isinstance(value, UserDict) for value in (*args, *kwargs.values()))
+
+
 def with_copies(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls ``run(args, kwargs)``, which comes to :func:`run_with_mappings`, with copies of the mappings among the arguments,
     which pytree may rebuild. Applies the layer's changes to the model's mappings; returns the layer's own output."""

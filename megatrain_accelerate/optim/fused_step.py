@@ -14,7 +14,7 @@ from megatrain_accelerate.kernels.host import AdamArguments
 from megatrain_accelerate.layers.layer import ExpertPart, StreamedExperts
 from megatrain_accelerate.layers.resident import Part, ResidentGroup
 from megatrain_accelerate.layers.runtime import StreamingRuntime
-from megatrain_accelerate.optim.host_step import HostStep, narrowed_to
+from megatrain_accelerate.optim.host_step import HostStep, narrowed_to, parameters_of
 from megatrain_accelerate.optim.moment_states import (
     MOMENT_KEYS,
     RESIDUAL_KEY,
@@ -95,7 +95,7 @@ class FusedStep(HostStep):
         self._group_of: dict[int, dict[str, Any]] = {}
         self._stepped_in_backward: dict[int, AdamArguments] = {}
         # Views of an earlier engine's store would keep all of it.
-        idle = [p for p in self.parameters(optimizer) if not runtime.trains(p) and id(p) in self._trained_before]
+        idle = [p for p in parameters_of(optimizer) if not runtime.trains(p) and id(p) in self._trained_before]
         own_copies([optimizer.state.get(parameter) for parameter in idle], runtime.config.host_memory_gib)
         self.set_schedule(schedule)
 
@@ -321,7 +321,7 @@ class FusedStep(HostStep):
 
     def _refuse_rewritten(self, optimizer: Optimizer, done: dict[int, AdamArguments]) -> None:
         """Gradients that were used in backward must still be what they were."""
-        found = [self.runtime.state_of(parameter) for parameter in self.parameters(optimizer) if id(parameter) in done]
+        found = [self.runtime.state_of(parameter) for parameter in parameters_of(optimizer) if id(parameter) in done]
         rewritten = sum(state is None or not state.has_norm or state.is_rewritten for state in found)
         if rewritten:
             raise StateError(

@@ -20,7 +20,7 @@ from megatrain_accelerate.layers.resident import ResidentGroup
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.watched_parameters import unwatched
 from megatrain_accelerate.optim.fused_step import UNFUSED_OPTIONS, FusedStep, refuse_unfused
-from megatrain_accelerate.optim.host_step import HostStep
+from megatrain_accelerate.optim.host_step import HostStep, parameters_of
 from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, shown_in_fp32, take_residual, without_residual
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.transfer.meter import Cause
@@ -154,7 +154,7 @@ class MasterStep(HostStep):
         self._stepped: set[int] = set()
         """``id`` of each parameter whose master was stepped, or came with a checkpoint."""
         super().__init__(optimizer, runtime)
-        for parameter in self.parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             if runtime.state_of(parameter) is None and id(parameter) not in self._trained_before:
                 continue
             entry = optimizer.state.get(parameter) or {}
@@ -229,7 +229,7 @@ class MasterStep(HostStep):
                 if not entries[key]:
                     del entries[key]  # many optimizers make their state where there is no entry, and only there
         with contextlib.ExitStack() as replaced:
-            for parameter in self.parameters(optimizer):
+            for parameter in parameters_of(optimizer):
                 if (state := self.runtime.state_of(parameter)) is not None:
                     likeness = torch.empty((), dtype=torch.float32).expand(parameter.shape)
                     replaced.enter_context(state.handle.replaced(likeness, None))

@@ -43,6 +43,11 @@ def driver_of(optimizer: Optimizer) -> HostStep | None:
     return optimizer.__dict__.get("_megatrain_driver")
 
 
+def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    """Those that an optimizer holds, in group order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 class HostStep(UnitStepper):
     """What both kinds of host optimizer share: parameters (see :meth:`hold`), gradients as a whole, non-finite norms."""
 
@@ -55,7 +60,7 @@ class HostStep(UnitStepper):
         self._trained_before = before.parameter_ids if before is not None else set()
         self.parameter_ids: set[int] = set()
         """``id`` of each parameter of the model that the optimizer has held since it was adopted."""
-        self.hold(self.parameters(optimizer))
+        self.hold(parameters_of(optimizer))
         optimizer.__dict__["_megatrain_driver"] = self
         runtime.steppers.append(self)
 
@@ -107,13 +112,10 @@ class HostStep(UnitStepper):
         units = (unit for unit in self.runtime.units if any(state.parameter.grad is not None for state in unit.states))
         self.runtime.offloader.make_places(units)
 
-    def parameters(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
-        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
     def by_key(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterable[tuple[Any, torch.nn.Parameter]]:
         """Each parameter with its key in a ``state_dict()`` of the optimizer, or one that it loads."""
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        return zip(saved, self.parameters(optimizer), strict=False)  # where the lengths differ torch refuses it
+        return zip(saved, parameters_of(optimizer), strict=False)  # where the lengths differ torch refuses it
 
     def with_gradients(
         self, optimizer: Optimizer
@@ -150,7 +152,7 @@ class HostStep(UnitStepper):
         norm = float(self.runtime.clipping.total_norm([*(state.parameter for state, _ in found), *outside]))
         if outside:
             self.runtime.require_equal(norm)
-        factors = self.runtime.clipping.take_factors(set(map(id, self.parameters(optimizer))))
+        factors = self.runtime.clipping.take_factors(set(map(id, parameters_of(optimizer))))
         for state, _ in found:
             state.normed = None
         return norm, factors

@@ -24,7 +24,7 @@ from megatrain_accelerate.units import MIB
 logger = logging.getLogger(__name__)
 
 TRIM_BYTES = 64 * MIB
-"""Memory that left the model before the C library's heap is trimmed, with which that of small tensors stays otherwise."""
+"""Memory that left the model before the C library's heap is trimmed: freed small tensors stay with the process otherwise."""
 
 _loaded_in_bf16 = WeakTensorKeyDictionary()
 """Parameters that were adopted as bf16 to be trained: what a closed engine hands back is their fp32 masters."""
