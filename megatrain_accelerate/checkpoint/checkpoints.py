@@ -232,13 +232,11 @@ def _saving_progress(folder: Path, expected_bytes: int, show: bool) -> Iterator[
 
 
 def publish(staging: Path) -> list[Path]:
-    """Moves every checkpoint in a staging folder into place, each by one rename, after it is safely on disk.
-
-    A checkpoint of the same name is replaced: at every instant there is the older one or the new one, complete. Where the file
-    system can't exchange names, a kill may leave neither; the next staging folder then puts the older one back. Files that a
-    user or a script put into it stay; its own weights and training state, which would be read with the new ones or instead,
-    don't. Raises ``OSError`` where the disk can't take them; the checkpoints before are as they were.
-    """
+    """Moves every checkpoint in a staging folder into place, each by one rename, after it is safely on disk. One of the same
+    name is replaced: at every instant there is the older one or the new one, complete. Where the file system can't exchange
+    names, a kill may leave neither; the next staging folder then puts the older one back. Files that a user or a script put
+    into it stay; its own weights and training state, which would be read with the new ones or instead, don't. Raises
+    ``OSError`` where the disk can't take them; the checkpoints before are as they were."""
     published = []
     for folder in sorted(staging.iterdir()):
         target = staging.parent / folder.name

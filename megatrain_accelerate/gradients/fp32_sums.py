@@ -1,8 +1,7 @@
 """Gradients of several backwards summed in fp32: the bf16 half is ``parameter.grad``, a 16-bit residual lies beside it. The
-pair is split as the masters are (``csrc/split_master.h``), so the sum has every bit of an fp32 addition for 2 bytes a
-parameter more, and nothing more moves over the link but the residuals of resident parameters, once a step. A residual counts
-only while ``parameter.grad`` is the tensor, at the version, that it was made with (:attr:`ParamHandle.has_fp32_sum`): where
-somebody wrote to, replaced or dropped the gradient the sum goes on from what is there."""
+pair is split as the masters are (``csrc/split_master.h``): the sum has every bit of an fp32 addition for 2 bytes a parameter
+more, and nothing more moves over the link but the residuals of resident parameters, once a step. A residual counts only while
+``parameter.grad`` is the tensor, at the version, that it was made with (:attr:`ParamHandle.has_fp32_sum`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Proxies: layers of the user's model that keep class, names, attributes and children, but hold no weights.
-
-A proxy has attributes of its own in the place of its class's: a ``forward``, the streaming runtime's, and those by which
-modules are cast, moved, copied and pickled. Copies and pickles are plain modules.
-"""
+"""Proxies: layers of the user's model that keep class, names, attributes and children, but hold no weights. Each has
+attributes of its own in the place of its class's: a ``forward``, the streaming runtime's, and those by which modules are cast,
+moved, copied and pickled. Copies and pickles are plain modules."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""What autograd saves of a layer that stays in its graph: weights as places in a slot, the rest checked as autograd would.
-
-A view of a slot is saved as the place where it lies, and read again from whatever slot holds the layer when its backward
-comes. ``saved_tensors_hooks`` switch off autograd's own check that nobody wrote to a saved tensor, and hide the hooks of who
-is around the layer (activation checkpointing, ``save_on_cpu``): both are made good here.
-"""
+"""What autograd saves of a layer that stays in its graph: weights as places in a slot, read again from whatever slot holds the
+layer when its backward comes, the rest checked as autograd would. ``saved_tensors_hooks`` switch off autograd's own check that
+nobody wrote to a saved tensor, and hide the hooks of who is around the layer (activation checkpointing, ``save_on_cpu``): both
+are made good here."""
 
 from __future__ import annotations
 

@@ -71,12 +71,6 @@ def unwatched() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def _settle_all() -> None:
-    with _settling:  # another thread that looks meanwhile waits here
-        for watch in list(_watches):
-            watch.settle()
-
-
 _tensor: Any = torch.Tensor
 _PROPERTIES = (
     *("shape", "device", "dtype", "layout", "ndim", "nbytes", "itemsize", "names", "requires_grad", "is_leaf"),
@@ -111,7 +105,9 @@ class _WatchedParameter(nn.Parameter):
             return None
         drops = func == _GRADIENT.__set__ and args[1] is None
         if not drops and func not in _HARMLESS:
-            _settle_all()
+            with _settling:  # another thread that looks meanwhile waits here
+                for watch in list(_watches):
+                    watch.settle()
             if any(kind is not cls for kind in types):  # tensors of another class have a say in what comes out
                 return func(*args, **(kwargs or {}))
         with unwatched():

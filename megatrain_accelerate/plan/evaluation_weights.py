@@ -1,8 +1,6 @@
-"""Weights that stay on the device from one forward without gradients to the next: for generation and evaluation.
-
-A streamed layer crosses the link once in every forward, so that generating a token costs all weights' bytes. Layers that are
-held have a slot of their own until a model trains again, and cross once, with the same bits.
-"""
+"""Weights that stay on the device from one forward without gradients to the next, for generation and evaluation: layers that
+are held have a slot of their own until a model trains again, and cross the link once instead of in every forward. The bits are
+the same."""
 
 from __future__ import annotations
 

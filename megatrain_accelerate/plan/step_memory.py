@@ -131,10 +131,9 @@ _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 def workspace_bytes(name: str, made: Sequence[torch.Tensor]) -> int:
     """What a GPU's kernel allocates while it runs, where that is as large as its results ``made``. Softmax's backward
     multiplies gradient and result first, into a tensor of their size (``softmax_backward_cuda_out``,
-    aten/src/ATen/native/cuda/SoftMax.cu). Backward of attention sums the queries' gradient in fp32, and makes those of keys
-    and values for each head of the queries (``dq_accum``, ``dk_expanded``, ``dv_expanded``,
-    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp; cuDNN's kernel takes as much). Flex attention's
-    doesn't."""
+    aten/src/ATen/native/cuda/SoftMax.cu). Backward of attention, but for flex attention, sums the queries' gradient in fp32,
+    and makes those of keys and values for each head of the queries (``dq_accum``, ``dk_expanded``, ``dv_expanded``,
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp; cuDNN's takes as much)."""
     if name.startswith(_SOFTMAX_BACKWARD):
         return made[0].nbytes
     if not (name.startswith(_ATTENTION) and "backward" in name) or made[0].element_size() != 2:

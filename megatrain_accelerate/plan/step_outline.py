@@ -1,8 +1,6 @@
-"""The outline of a training step: what lives and what is computed outside the layers, call by call, and what a layer costs.
-
-One run without data (:mod:`.step_memory`) with each layer replaced by an empty node. Any placement's peak of memory and time
-follow from it by arithmetic (:mod:`.step_simulation`), so that hundreds of placements can be weighed.
-"""
+"""The outline of a training step: what lives and what is computed outside the layers, call by call, and what a layer costs. It
+is made by one run without data (:mod:`.step_memory`), with each layer replaced by an empty node. Any placement's peak of
+memory and time follow by arithmetic (:mod:`.step_simulation`), so that hundreds can be weighed."""
 
 from __future__ import annotations
 

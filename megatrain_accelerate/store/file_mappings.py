@@ -1,8 +1,5 @@
-"""Weights that lie in mapped files: which pages they are, reading them ahead, and letting go of them.
-
-``from_pretrained`` maps safetensors files, so that a loaded model holds no memory of its own; what has been read is cache.
-Advice to the kernel is only advice: where it isn't followed, nothing but speed changes.
-"""
+"""Weights that lie in mapped files, as ``from_pretrained`` maps safetensors: which pages they are, reading them ahead, and
+letting go of them. Advice to the kernel is only advice: where it isn't followed, nothing but speed changes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""The store: the home of weights, fp32 masters, moments and gradients, unit by unit. On the host, unless the plan moves a
-unit to the device.
-
-A bf16 weight's fp32 master is split: the bf16 half that streams to the GPU and a 16-bit signed residual, so that
-``master bits == (weight bits << 16) + residual`` exactly. An fp32 weight is its own master.
-"""
+"""The store: the home of weights, fp32 masters, moments and gradients, unit by unit, on the host unless the plan moves a unit.
+A bf16 weight's fp32 master is split: the bf16 half that streams to the GPU and a 16-bit signed residual, so that ``master bits
+== (weight bits << 16) + residual`` exactly. An fp32 weight is its own master."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ class HostUnit:
     gradients and moments are promised when it is to be trained, and made when they are first needed, see :meth:`allocate`.
 
     ``parameters``: (name, parameter), each once, in model order, which compute in these ``dtypes``. ``register``: see
-    :class:`HostMemory`. ``holds_masters``: False if the weights, loaded in bf16 and not to be trained so far, are all there is
-    of them. ``moments_dtype``: fp32, bf16, or int8 for codes and scales. ``store``: what several ranks share; the first one's
+    :class:`HostMemory`. ``holds_masters``: False if the weights, loaded in bf16 and not trained so far, are all there is.
+    ``moments_dtype``: fp32, bf16, or int8 for codes and scales. ``store``: what several ranks share, of whom the first one's
     values count.
     """
 

@@ -9,8 +9,7 @@ h2d_stream      weights, host to device, one copy a layer;           compute of 
 d2h_stream      gradients, device to host, as many                   compute of the layer that follows in backward
 =============== ==================================================== =============================================
 
-Events live on the objects that they protect. No slot is freed or allocated within a step; events order its reuse, so
-``record_stream`` isn't needed.
+Events live on the objects that they protect, and order the reuse of slots, so that ``record_stream`` isn't needed.
 """
 
 from __future__ import annotations
