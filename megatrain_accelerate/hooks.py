@@ -1,4 +1,4 @@
-"""The hooks that an engine hangs on its model's modules, whether anybody else's are there, and what is replaced a while."""
+"""The hooks that an engine hangs on its model's modules, whether others are there, and what is replaced for a while."""
 
 from __future__ import annotations
 

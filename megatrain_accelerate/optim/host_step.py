@@ -1,5 +1,5 @@
-"""What every host optimizer does before its arithmetic: its parameters, their gradients, the norm that allows a step. Other
-modules' (a loss's own weights, a head) live on the device, where the optimizer's own ``step()`` steps them."""
+"""What every host optimizer does before its arithmetic: its parameters, their gradients, the norm that allows a step. Those of
+other modules (a loss, a head) live on the device, where the optimizer's own ``step()`` steps them."""
 
 from __future__ import annotations
 
