@@ -34,7 +34,7 @@ from megatrain_accelerate.parallel.lifeline import ranks_of_run
 from megatrain_accelerate.plan.adoption import Adoption, compute_dtypes
 from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.evaluation_weights import is_next_token
-from megatrain_accelerate.plan.layer_discovery import Discovery, discover_layers, find_module, split_experts
+from megatrain_accelerate.plan.layer_discovery import Discovery, discover_layers, split_experts
 from megatrain_accelerate.plan.placement import require_layers
 from megatrain_accelerate.plan.step_outline import what_sees_a_batch
 from megatrain_accelerate.progress import progress_bar
@@ -84,13 +84,16 @@ class Engine:
 
     Adopting frees the model's own memory layer by layer, so that the host never holds more than the store, one layer and a
     constant. Parameters keep identity, name and shape; layers' data moves to the host store, the rest to the device. The
-    engine doesn't hold the ``model``, which comes on the CPU; it dies with it. Raises ``UnsupportedError`` where the model
-    can't stream, and ``HostMemoryError`` where it doesn't fit, before anything is allocated.
+    engine doesn't hold the model; it dies with it. Raises ``UnsupportedError`` where the model can't stream, and
+    ``HostMemoryError`` where it doesn't fit, before anything is allocated.
 
-    ``bf16``: whether that is the run's mixed precision. ``training``: False for evaluation: no gradients, masters or moments.
-    ``accumulates``: whether gradients of several backwards will be added up before a step; counts their memory already.
-    ``show_plan``: print the plan's table, and in a log file a line in the progress bar's place. ``freed_bytes``: host memory
-    that others give back meanwhile: moments that optimizers brought from an earlier engine.
+    Args:
+        model: on the CPU.
+        bf16: whether the run's mixed precision is bf16.
+        training: False for evaluation: no gradients, masters or moments.
+        accumulates: whether gradients of several backwards will be added up before a step; counts their memory already.
+        show_plan: print the plan's table, and in a log file a line in the progress bar's place.
+        freed_bytes: host memory that others give back meanwhile: moments that optimizers brought from an earlier engine.
     """
 
     unit_class: type[HostUnit] = HostUnit
@@ -408,7 +411,9 @@ class Engine:
         """Raises ``StateError`` where a layer, or a parameter outside the layers, was replaced or removed. Parameters inside
         layers are checked when the layer runs."""
         for owner, held in self._places.items():
-            module = find_module(model, owner)
+            module: nn.Module | None = None
+            with contextlib.suppress(AttributeError):
+                module = model.get_submodule(owner)
             for registry, key, adopted, name in held:
                 if module is None or getattr(module, registry).get(key) is not adopted:
                     raise StateError(

@@ -223,14 +223,6 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> lis
     return residents
 
 
-def find_module(model: nn.Module, name: str) -> nn.Module | None:
-    """The module of a qualified name, or None if the model has none."""
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
-
-
 def _reason_against(module: nn.Module, adapted: Sequence[object]) -> str | None:
     """Why a module that looks like experts can't be cut into parts; None if it can."""
     if any(base is module for base in adapted):

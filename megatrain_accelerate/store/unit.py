@@ -30,10 +30,12 @@ class HostUnit:
     :attr:`version` changes whenever a device copy of the weights becomes stale. Weights and residuals are made with the unit;
     gradients and moments are promised when it is to be trained, and made when they are first needed, see :meth:`allocate`.
 
-    ``parameters``: (name, parameter), each once, in model order, which compute in these ``dtypes``. ``register``: see
-    :class:`HostMemory`. ``holds_masters``: False if the weights, loaded in bf16 and not trained so far, are all there is.
-    ``moments_dtype``: fp32, bf16, or int8 for codes and scales. ``store``: what several ranks share, of whom the first one's
-    values count.
+    Args:
+        parameters: (name, parameter) of the unit, each parameter once, in model order; each computes in its one of ``dtypes``.
+        register: see :class:`HostMemory`.
+        holds_masters: False if the weights are all there is of them: loaded in bf16, and not to be trained so far.
+        moments_dtype: fp32, bf16, or int8 for codes and scales.
+        store: what several ranks share; the first one's values count.
     """
 
     def __init__(
