@@ -54,7 +54,6 @@ INTERNAL = (
     "... must be in host memory",
     "... must be contiguous",
     "... has ... elements and",
-    "a call of layer ... can't go",
     "the host optimizer's thread was closed",
     "the megatrain settings handed to this process",
 )

@@ -97,8 +97,7 @@ def _while_read(options: argparse.Namespace) -> int:
 
 
 def _trace(options: argparse.Namespace) -> int:
-    """Runs a training, and writes the results as soon as the step was traced. Returns its status; 1 if it ended well without a
-    trace."""
+    """Runs a training; writes the results once the step was traced. Returns its status; 1 if it ended well without a trace."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         options.error("the training's command is missing: megatrain trace --out DIR -- accelerate launch ... train.py")

@@ -34,7 +34,7 @@ from megatrain_accelerate.parallel.lifeline import ranks_of_run
 from megatrain_accelerate.plan.adoption import Adoption, compute_dtypes
 from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.evaluation_weights import is_next_token
-from megatrain_accelerate.plan.layer_discovery import Discovery, discover_layers, find_module, split_experts
+from megatrain_accelerate.plan.layer_discovery import Discovery, discover_layers, split_experts
 from megatrain_accelerate.plan.placement import require_layers
 from megatrain_accelerate.plan.step_outline import what_sees_a_batch
 from megatrain_accelerate.progress import progress_bar
@@ -235,8 +235,7 @@ class Engine:
         return [driver.optimizer for driver in self.optimizer_drivers if driver.optimizer is not None]
 
     def enable_training(self) -> None:
-        """Gets ready for gradients, on the host and on the device, unless it is. Raises ``HostMemoryError`` where it doesn't
-        fit; nothing is allocated then."""
+        """Gets ready for gradients, unless it is. Raises ``HostMemoryError``, with nothing allocated, where they don't fit."""
         if not self.training:
             parts = self._planned_bytes([unit.layout for unit in self.runtime.units])
             more = {kind: parts[kind] for kind in ("gradients", "moments")}
@@ -412,7 +411,9 @@ class Engine:
         """Raises ``StateError`` where a layer, or a parameter outside the layers, was replaced or removed. Parameters inside
         layers are checked when the layer runs."""
         for owner, held in self._places.items():
-            module = find_module(model, owner)
+            module: nn.Module | None = None
+            with contextlib.suppress(AttributeError):
+                module = model.get_submodule(owner)
             for registry, key, adopted, name in held:
                 if module is None or getattr(module, registry).get(key) is not adopted:
                     raise StateError(
@@ -446,8 +447,7 @@ class Engine:
         return dict(held)
 
     def close(self) -> None:
-        """Detaches the engine, unless it is: a plain model stays, with its weights in ordinary host memory, in full precision.
-        Buffers stay on the device."""
+        """Detaches the engine, unless it is: a plain model stays, with weights in ordinary host memory, in full precision."""
         if self.is_closed:
             return
         self.is_closed = True

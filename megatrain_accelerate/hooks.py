@@ -1,10 +1,11 @@
-"""The hooks that an engine hangs on the modules of its model, and whether anybody else's are there."""
+"""The hooks that an engine hangs on its model's modules, whether others are there, and what is replaced for a while."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,11 +15,20 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 """The attributes of a module that hold its hooks."""
 
 
-def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    """Calls a bound method, with these ``first`` arguments, as long as its object and they live; a hook of a tensor.
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """The owner's attribute has this value while the body runs."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
-    The garbage collector doesn't see through a tensor's or a node's reference to its hooks.
-    """
+
+def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """Calls a bound method, with these ``first`` arguments, as long as its object and they live; a hook of a tensor, or of a
+    node, through which the garbage collector doesn't see."""
     references = [weakref.WeakMethod(method), *map(weakref.ref, first)]
 
     def call(*args: Any) -> Any:
@@ -59,10 +69,8 @@ def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def run_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: set[int]) -> tuple[Any, Any]:
-    """Runs the forward pre-hooks that a call of ``module`` doesn't, since they were registered after it began.
-
-    ``known``: ids of those that were there. Returns the arguments as the hooks leave them.
-    """
+    """Runs the forward pre-hooks of ``module`` that were registered after its call began: all but those ``known``, by id.
+    Returns the arguments as the hooks leave them."""
     for number, hook in [item for item in module._forward_pre_hooks.items() if item[0] not in known]:
         if number in module._forward_pre_hooks_with_kwargs:
             args, kwargs = hook(module, args, kwargs) or (args, kwargs)
@@ -80,11 +88,8 @@ def remove_hook(handle: Any) -> None:
 
 
 class ModelHook:
-    """Calls a function of the engine, if it has one. Copies and pickles of it do nothing.
-
-    ``with_arguments``, those of the hook are handed over, and what the function returns is
-    returned. It ``runs_dry`` if it is part of what the model computes, in runs without data too.
-    """
+    """Calls a function of the engine, if it has one; ``with_arguments``, those of the hook, whose result the function's is.
+    Copies and pickles do nothing. It ``runs_dry`` if it is part of what the model computes, in runs without data too."""
 
     def __init__(
         self, function: Callable[..., Any] | None = None, with_arguments: bool = False, runs_dry: bool = False

@@ -1,9 +1,6 @@
-"""A traced step: how `megatrain trace` asks for it, its lanes of named spans, table and picture.
-
-The lanes are made of the profiler's trace and of what the process noted, over one period: from one ``optimizer.step()`` to the
-next. In it lie the host's work that the first of the two left (under the forward that follows), one forward, one backward, and
-clipping.
-"""
+"""A traced step: how `megatrain trace` asks for it, its lanes of named spans, table and picture. The lanes are made of the
+profiler's trace and of what the process noted, over one period: from one ``optimizer.step()`` to the next. In it lie the
+host's work that the first of the two left (under the forward that follows), one forward, one backward, and clipping."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What is written to the disk, complete or absent: the Trainer's checkpoints and fp32 masters are written aside, flushed to
-disk, then renamed into place."""
+"""What is written to the disk, complete or absent: the Trainer's checkpoints and fp32 masters, aside first, then renamed."""
 
 from __future__ import annotations
 
@@ -25,8 +24,9 @@ from torch import nn
 from megatrain_accelerate.checkpoint.disk import REPLACED, flush_file, flush_folder, require_free_bytes, staging_folder
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import ConfigError
+from megatrain_accelerate.hooks import replaced
+from megatrain_accelerate.optim.host_step import parameters_of
 from megatrain_accelerate.optim.moment_states import saved_bytes, views_of
-from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.progress import progress_bar
 from megatrain_accelerate.units import GIB
 
@@ -37,8 +37,7 @@ _TRAINER_STATE = "trainer_state.json"
 
 _POLL_SECONDS = 0.5
 
-# Weights and adapters, whole or in shards, and the state of a training: what a resume or from_pretrained() would read beside
-# the files of the checkpoint in whose folder it is.
+# Weights, adapters and the state of a training: what a resume or from_pretrained() would read beside a checkpoint's own files.
 _FILES_OF_A_CHECKPOINT = re.compile(
     r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
     r"|adapter_config\.json|trainer_state\.json|training_args\.bin"
@@ -133,8 +132,7 @@ def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
 
 
 def _rotate(trainer: Any, run_dir: Path) -> None:
-    """Deletes old checkpoints by the Trainer's own rule, which didn't see them inside the original call; a kill leaves each of
-    them whole or gone."""
+    """Deletes old checkpoints by the Trainer's own rule; a kill leaves each of them whole or gone."""
     limit, best, delete = trainer.args.save_total_limit, trainer.state.best_model_checkpoint, shutil.rmtree
     if not limit or limit <= 0:
         return
@@ -180,7 +178,7 @@ def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only
         for state in unit.states
         if state.entry.spec.trainable
     }
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    parameters = parameters_of(optimizer)
     entries = {parameter: {**optimizer.state.get(parameter, {}), **views.get(parameter, {})} for parameter in parameters}
     return {"weights": weights, "optimizer": saved_bytes(entries, engine.config.host_memory_gib)}
 
@@ -234,14 +232,11 @@ def _saving_progress(folder: Path, expected_bytes: int, show: bool) -> Iterator[
 
 
 def publish(staging: Path) -> list[Path]:
-    """Moves every checkpoint in a staging folder into place, each by one rename, after it is safely on disk.
-
-    A checkpoint of the same name is replaced: at every instant there is the older one or the new one, complete. Where the file
-    system can't exchange names, a kill may leave neither; the next staging folder then puts the older one back. Files that a
-    user or a script put into it stay, as they do where the Trainer writes over it. Its own weights and training state don't:
-    beside those of the new checkpoint they would be read instead of them, or with them. Raises ``OSError`` where the disk
-    can't take them; the checkpoints before are as they were.
-    """
+    """Moves every checkpoint in a staging folder into place, each by one rename, after it is safely on disk. One of the same
+    name is replaced: at every instant there is the older one or the new one, complete. Where the file system can't exchange
+    names, a kill may leave neither; the next staging folder then puts the older one back. Files that a user or a script put
+    into it stay; its own weights and training state, which would be read with the new ones or instead, don't. Raises
+    ``OSError`` where the disk can't take them; the checkpoints before are as they were."""
     published = []
     for folder in sorted(staging.iterdir()):
         target = staging.parent / folder.name

@@ -95,12 +95,9 @@ def flush_folder(path: Path) -> None:
 @contextlib.contextmanager
 def staging_folder(parent: Path, prefix: str, what: str, remedy: str) -> Iterator[Path]:
     """Makes a fresh folder below ``parent``, which is made too, for the body; it is removed afterwards, and so are folders of
-    this ``prefix`` that dead runs left.
-
-    What can't be removed (files that are still mapped, on NFS) stays until a later call. Folders of live processes are left
-    alone, if the file system supports locks on folders. Raises ``DiskError`` (see :func:`require_free_bytes`) where the disk
-    refused the folder, or a write in the body; other errors of the body pass through.
-    """
+    this ``prefix`` that dead runs left. What can't be removed (files that are still mapped, on NFS) stays until a later call;
+    so do folders of live processes, if the file system supports locks on folders. Raises ``DiskError`` (see
+    :func:`require_free_bytes`) where the disk refused the folder, or a write in the body, whose other errors pass through."""
     with _faults_explained(parent, what, remedy):
         parent.mkdir(parents=True, exist_ok=True)
         for left in [path for path in parent.iterdir() if path.name.startswith(prefix)]:

@@ -1,8 +1,5 @@
-"""What a configuration of DeepSpeed's, or of Accelerate's for it, is here: ``megatrain config --from``.
-
-Weights and states lie on the host in any case, and a plan chooses the rest, so little has to be carried over: the user reads,
-for each key that is given, why nothing is needed, or what does the same.
-"""
+"""What a configuration of DeepSpeed's, or of Accelerate's for it, is here: ``megatrain config --from``. Weights and states lie
+on the host in any case, and a plan chooses the rest: of each key the user reads why nothing is needed, or what helps."""
 
 from __future__ import annotations
 

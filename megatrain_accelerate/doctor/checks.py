@@ -297,8 +297,7 @@ def host_finding(now: Machine, sum_bytes: float, threads: int, has_gpu: bool) ->
 
 
 def plan_finding(plan: Machine, now: Machine, path: str, count: int) -> Finding:
-    """Whether the speeds that the plan goes by still hold. ``count`` is that of the measurements in the file at ``path``, 0
-    if none could be kept."""
+    """Whether the plan's speeds still hold, of ``count`` measurements in the file at ``path``, 0 if none could be kept."""
     values = {f"plan_{name}": value for name, value in dataclasses.asdict(plan).items()} | {"speeds_file": path}
     kinds: dict[str, Callable[[Machine], float]] = {
         "GB/s over the link": lambda at: min(at.h2d_bytes, at.d2h_bytes),

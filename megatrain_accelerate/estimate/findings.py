@@ -16,8 +16,8 @@ from megatrain_accelerate.estimate import USUAL_LENGTH
 from megatrain_accelerate.estimate.forecast import Forecast, Forecaster
 from megatrain_accelerate.estimate.machine_description import describe_machine
 from megatrain_accelerate.estimate.meta_engine import PositionTable, load_config, model_on_meta, position_table
+from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
-from megatrain_accelerate.plan.fake_runs import replaced
 
 _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 

@@ -42,8 +42,7 @@ CONTEXT_BYTES = GIB // 2
 """Device memory that CUDA's context takes."""
 
 PCIE4_X8, PCIE4, PCIE5, NVLINK_C2C = 15.8e9, 31.5e9, 63.0e9, 450e9
-"""Bytes a second each way, of 16 lanes unless said, or of GH200's link between its two chips. 8 lanes of PCIe Gen5 are as fast
-as 16 of Gen4."""
+"""Bytes a second each way, of 16 lanes unless said, or of GH200's link between its chips. 8 lanes of Gen5 are 16 of Gen4."""
 
 SERVER_DRAM, DESKTOP_DRAM, GRACE_DRAM = 213e9, 60e9, 380e9
 """Bytes a second that a compiled loop gets from the memory of such a host: measured on servers with H200 (8.2 G parameters/s

@@ -1,5 +1,4 @@
-"""A model without weights, from its configuration alone, and the real engine on it, whose store is as large and holds
-nothing."""
+"""A model without weights, from its configuration, and the real engine on it, whose store is as large and holds nothing."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from megatrain_accelerate.engine import EXPERTS_IN_PARTS, Engine
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.estimate.machine_description import MachineDescription
 from megatrain_accelerate.gradients.exchange import Exchange
+from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.plan.device_plan import DevicePlan
-from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.layer_discovery import Discovery, wants_whole_layers
 from megatrain_accelerate.plan.placement import Model
 from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES
@@ -32,8 +31,7 @@ _MOST_SPARE_ROWS = 8
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> Any:
-    """The configuration of an id of the Hub, a local folder, or a ``config.json``, with code if trusted; a ConfigError if
-    none."""
+    """The configuration of an id of the Hub, a folder, or a ``config.json``, with code if trusted; a ConfigError if none."""
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # each configuration checks its entries in its own way

@@ -283,9 +283,8 @@ def _stock_bytes(estimate: Estimate) -> float:
 
 
 def plot(estimates: Sequence[Estimate], path: Path) -> None:
-    """Draws tokens a second against the batch, of each model whose states have room; the path's suffix names the picture's
-    format. An UnsupportedError if matplotlib isn't installed, a ConfigError if nothing can be written there, or not in that
-    format."""
+    """Draws tokens a second against the batch, of each model whose states have room; the path's suffix names the format. An
+    UnsupportedError if matplotlib isn't installed, a ConfigError if nothing can be written there, or not in that format."""
     estimates = [estimate for estimate in estimates if estimate.missing_host_bytes <= 0] or estimates[:1]
     columns = math.ceil(len(estimates) ** 0.5)
     lines = math.ceil(len(estimates) / columns)

@@ -1,7 +1,6 @@
 """Weight gradients of layers in autograd's graph, from the leaves of a call to the host store. A layer that is called once in
-a forward sends its gradients as soon as its backward has been issued. Those of a layer that is called several times are added
-up first, and those of a call in pieces of its batch are summed in fp32, as long as one backward (autograd's graph task) brings
-them."""
+a forward sends its gradients as soon as its backward has been issued. Those of several calls are added up first, and those of
+a call in pieces of its batch are summed in fp32, as long as one backward (autograd's graph task) brings them."""
 
 from __future__ import annotations
 
@@ -90,8 +89,7 @@ class Backward:
 
     def take(self, call: Any, found: dict[int, torch.Tensor], is_complete: bool) -> None:
         """Takes gradients of a call: they go at once unless others of the layer come in this backward. Those of a piece are
-        added to the other pieces', and go with the last as those of one call. ``is_complete``: the call, or the piece, brings
-        no more."""
+        added to the other pieces', and go with the last. ``is_complete``: the call, or the piece, brings no more."""
         if call.pieces == 1:
             self._deliver(call.tape, call.layer, found, is_complete)
             return

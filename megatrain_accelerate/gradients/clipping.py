@@ -22,9 +22,10 @@ class NormTable:
         for row, state in enumerate(trained):
             state.row = row
         count = max(1, len(trained))
-        self._memory = HostMemory(4 * count, register=register)
-        self._memory.register()
-        self.norms = self._memory.tensor(0, (count,), torch.float32)
+        memory = HostMemory(4 * count, register=register)
+        memory.register()
+        self.norms = memory.tensor(0, (count,), torch.float32)
+        self.close = memory.close
 
     def of_unit(self, unit: HostUnit) -> torch.Tensor:
         """The unit's rows: one for each trainable entry, in entry order."""
@@ -37,9 +38,6 @@ class NormTable:
         if rows == list(range(rows[0], rows[-1] + 1)):
             return [(self.norms[rows[0] : rows[-1] + 1], norms)]
         return [(self.norms[row], norm) for row, norm in zip(rows, norms.unbind(), strict=True)]
-
-    def close(self) -> None:
-        self._memory.close()
 
 
 class Clipping:
@@ -121,8 +119,7 @@ class Clipping:
 
     def settle(self, others_follow: bool) -> None:
         """Scales clipped gradients in place, for those who look at them or add to them; no step may be under way. If
-        ``others_follow``, bf16 ones become fp32 sums where such are wanted; if not, gradients that aren't sums are rounded
-        once more."""
+        ``others_follow``, bf16 ones become fp32 sums where such are wanted; else what isn't a sum is rounded once more."""
         self.refuse_written()
         self.settle_stepped(others_follow)
         for key, factor in self._factors.items():

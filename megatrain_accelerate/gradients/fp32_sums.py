@@ -1,8 +1,7 @@
 """Gradients of several backwards summed in fp32: the bf16 half is ``parameter.grad``, a 16-bit residual lies beside it. The
-pair is split as the masters are (``csrc/split_master.h``), so the sum has every bit of an fp32 addition for 2 bytes a
-parameter more, and nothing more moves over the link but the residuals of resident parameters, once a step. A residual counts
-only while ``parameter.grad`` is the tensor, at the version, that it was made with (:attr:`ParamHandle.has_fp32_sum`): where
-somebody wrote to, replaced or dropped the gradient the sum goes on from what is there."""
+pair is split as the masters are (``csrc/split_master.h``): the sum has every bit of an fp32 addition for 2 bytes a parameter
+more, and nothing more moves over the link but the residuals of resident parameters, once a step. A residual counts only while
+``parameter.grad`` is the tensor, at the version, that it was made with (:attr:`ParamHandle.has_fp32_sum`)."""
 
 from __future__ import annotations
 
@@ -147,8 +146,7 @@ class Fp32Sums:
 
     def host_norm(self, gradient: torch.Tensor, residual: torch.Tensor | None) -> float:
         """2-norm of a gradient on the host, or of the fp32 sum that it is the bf16 half of."""
-        # torch's own norm on the CPU makes an fp32 copy and runs on threads of its own, several times slower; the stand-in
-        # takes it all the same, so that its bits can be compared with plain PyTorch's.
+        # torch's own norm on the CPU is several times slower; the stand-in takes it, to have the bits of plain PyTorch.
         if self._device.type == "cuda" and (residual is not None or gradient.is_contiguous()):
             return math.sqrt(self._kernels.square_sum(gradient, residual))
         if residual is not None:

@@ -1,7 +1,6 @@
 """Gradients to the host: device slots, one copy a layer, accumulation over micro-batches, norms. These are taken on the
 device, gradient by gradient, while they are still there, and travel with them; so the global norm is known on the host when
-backward ends, without another pass. Norms of a model that lives on the device whole travel then, and are waited for when they
-are read."""
+backward ends. Norms of a model that lives on the device whole travel then, and are waited for when they are read."""
 
 from __future__ import annotations
 
@@ -50,9 +49,8 @@ class UnitStepper:
 
 
 class GradientOffloader:
-    """Owner of the gradient slots, of layers and experts, and of the way from a backward to ``parameter.grad`` on the host.
-    ``units`` are layouts of those whose gradients leave through slots, ``at_once`` of what a slot takes at once: such a unit,
-    or a part of one."""
+    """Owner of the gradient slots, and of the way from a backward to ``parameter.grad`` on the host. ``units`` are layouts of
+    layers and experts whose gradients leave through slots, ``at_once`` of what a slot takes at once: these, or parts."""
 
     def __init__(
         self,

@@ -1,9 +1,7 @@
 """Gradients that autograd itself accumulates in a layer's parameter, before it does. Those of a streamed weight come from
-outside its layer: a penalty on the weights, a regularisation of adapters. The weight lies on the host, so that autograd
-accumulates them on the thread that called backward, while the GPU's thread runs the layers and issues the copies of their own
-gradients into the same memory. They are set aside until backward is over and all copies have landed, and are added then. A
-weight that lives on the device is itself what computes where nothing streams: its gradients stay where they are, and several
-of them are summed in fp32 (:mod:`.fp32_sums`)."""
+outside its layer (a penalty, a regularisation of adapters), on the thread that called backward, while the GPU's thread issues
+copies into the same memory: they are set aside until backward is over and all copies have landed. Where nothing streams, the
+weight itself computes: its gradients stay where they are, and several are summed in fp32 (:mod:`.fp32_sums`)."""
 
 from __future__ import annotations
 

@@ -20,12 +20,13 @@ from megatrain_accelerate.engine import Engine, all_engines, engine_of
 from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedError
 from megatrain_accelerate.integrations.shared_parts import refuse_calls, take_over
 from megatrain_accelerate.integrations.telemetry import trace_if_asked
+from megatrain_accelerate.integrations.training_arguments import require_precision
 from megatrain_accelerate.integrations.wrapping import arguments_of
 from megatrain_accelerate.layers.runtime import streamed_among
 from megatrain_accelerate.layers.watched_parameters import unwatched
 from megatrain_accelerate.optim.fused_step import FusedStep
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.optim.host_step import ANOTHER_MODELS, TAKEN_OVER, driver_of
+from megatrain_accelerate.optim.host_step import ANOTHER_MODELS, TAKEN_OVER, driver_of, parameters_of
 from megatrain_accelerate.plan.layer_discovery import find_layers, refuse_sparse_gradients
 from megatrain_accelerate.store.parameter import ParameterState
 
@@ -57,11 +58,7 @@ def require_servable(accelerator: Any) -> None:
             "(torch.cuda.is_available()), or ask for the CPU, which is for tests and a first look: `use_cpu: true` in the "
             "yaml, `--use_cpu` on a Trainer script, or ACCELERATE_USE_CPU=true"
         )
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        raise UnsupportedError(
-            f"mixed_precision={accelerator.mixed_precision!r} can't be used with megatrain: its gradients need loss "
-            "scaling, which the deferred step doesn't do. Use mixed_precision: bf16 (masters and moments are fp32 in any case)"
-        )
+    require_precision(accelerator.mixed_precision)
     plugin = getattr(accelerator.state, "dynamo_plugin", None)
     if plugin is not None and str(getattr(plugin.backend, "value", plugin.backend)).upper() != "NO":
         raise UnsupportedError(
@@ -101,12 +98,9 @@ def prepare_model(
     evaluation_mode: bool = False,
 ) -> nn.Module:
     """Attaches the engine, then lets Accelerate do its bookkeeping and autocast, without placement and wrapping. A small
-    module beside a model that streams is Accelerate's alone.
-
-    Raises as :func:`require_servable` does; ``UnsupportedError`` where the model can't stream, or an optimizer that steps
-    another one holds trained parameters of it; ``HostMemoryError`` where it doesn't fit; ``ConfigError`` where the settings
-    exclude the accumulation of gradients.
-    """
+    module beside a model that streams is Accelerate's alone. Raises as :func:`require_servable` does; ``UnsupportedError``
+    where the model can't stream, or an optimizer that steps another one holds trained parameters of it; ``HostMemoryError``
+    where it doesn't fit; ``ConfigError`` where the settings exclude the accumulation of gradients."""
     require_servable(accelerator)
     config = config_for(arguments_of(accelerator))
     if engine_of(model) is None and _is_beside(accelerator, model, config):
@@ -166,7 +160,7 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
         for earlier_model in earlier_models:
             refuse_calls(earlier_model)
         trains = engine.runtime.trains
-        left_behind += [one for one in earlier_optimizers if any(map(trains, _parameters(one)))]
+        left_behind += [one for one in earlier_optimizers if any(map(trains, parameters_of(one)))]
     elif not evaluation_mode:
         engine.enable_training()
     if not evaluation_mode and accumulation > 1:
@@ -179,7 +173,7 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
 def _moment_bytes(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> int:
     """Bytes of host memory of the model's moments in these optimizers: they are let go as the new store takes them over."""
     own = {id(parameter) for parameter in model.parameters()}
-    entries = [optimizer.state.get(p) or {} for optimizer in optimizers for p in _parameters(optimizer) if id(p) in own]
+    entries = [optimizer.state.get(p) or {} for optimizer in optimizers for p in parameters_of(optimizer) if id(p) in own]
     values = (value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor))
     return sum(value.nbytes for value in values if value.device.type == "cpu")
 
@@ -245,18 +239,14 @@ def _adopt_waiting(accelerator: Any) -> None:
                 break
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 def _holds_any_of(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
-    return any(engine.runtime.state_of(parameter) is not None for parameter in _parameters(optimizer))
+    return any(engine.runtime.state_of(parameter) is not None for parameter in parameters_of(optimizer))
 
 
 def _refuse_two_models(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raises where an optimizer of one model holds trained parameters of another one."""
     own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    if strangers := sum(id(parameter) in own for parameter in _parameters(optimizer)):
+    if strangers := sum(id(parameter) in own for parameter in parameters_of(optimizer)):
         raise UnsupportedError(ANOTHER_MODELS.format(strangers))
 
 
@@ -266,7 +256,7 @@ def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
         require_steps_after_backward(engine.config)
     if schedule == "auto":
         schedule = "backward" if engine.config.passes_gradients else "deferred"
-    ids = {id(parameter) for parameter in _parameters(optimizer) if engine.runtime.trains(parameter)}
+    ids = {id(parameter) for parameter in parameters_of(optimizer) if engine.runtime.trains(parameter)}
     engine.runtime.drain()
     # First, since adopting sets the moments that they share.
     for earlier in engine.optimizer_drivers:
@@ -316,12 +306,9 @@ def require_steps_in_backward_possible(
 
 
 def begin_training(engine: Engine, *, steps_in_backward: bool) -> None:
-    """Chooses the schedule of the steps where the settings leave the choice, and forgets a training that broke off.
-
-    Without ``steps_in_backward`` layers aren't stepped there: where gradients are clipped (their norm is known after backward
-    only), a step that fails is tried again with a smaller batch (what was stepped couldn't be taken back), or code of the
-    user's runs between backward and step.
-    """
+    """Chooses the schedule of the steps where the settings leave the choice, and forgets a training that broke off. Without
+    ``steps_in_backward`` layers aren't stepped there: where gradients are clipped (their norm is known after backward only), a
+    step that fails is tried again with a smaller batch, or code of the user's runs between backward and step."""
     engine.runtime.drain()
     for driver in engine.optimizer_drivers:
         if not isinstance(driver, FusedStep):
@@ -375,7 +362,7 @@ def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[ParameterState]:
     if hasattr(type(optimizer), "_megatrain_original_class"):
         return
     for engine in all_engines():
-        for parameter in _parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             state = engine.runtime.state_of(parameter)
             # An adopted optimizer that isn't fused shows fp32 masters, to those that it calls too.
             if state is not None and parameter.dtype == state.weight.dtype:

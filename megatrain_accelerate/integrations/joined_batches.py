@@ -1,10 +1,7 @@
-"""The micro-batches of an optimizer step as one batch, so that a layer is fetched once for all of them.
-
-The Trainer fetches all micro-batches of a step before it runs the first. Where the joined batch's loss is the sum of theirs,
-the last one's ``training_step`` runs all, in pieces of one micro-batch inside each layer (``micro_batch_size``), and the
-others return a loss of zero. The Trainer and its callbacks still see the micro-batches, their number and the sum of the
-losses.
-"""
+"""The micro-batches of an optimizer step as one batch, so that a layer is fetched once for all of them. The Trainer fetches
+all micro-batches of a step before it runs the first. Where the joined batch's loss is the sum of theirs, the last one's
+``training_step`` runs all, in pieces of one micro-batch inside each layer (``micro_batch_size``), and the others return a loss
+of zero: the Trainer and its callbacks still see the micro-batches, their number and the sum of the losses."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any
 from megatrain_accelerate.activation import ENV_ACTIVE, ENV_CONFIG, read_settings
 from megatrain_accelerate.config import MegatrainConfig, nearest, usable_cpu_count
 from megatrain_accelerate.errors import ConfigError, MegatrainError, UnsupportedError
-from megatrain_accelerate.integrations.training_arguments import FLAG_HELP
+from megatrain_accelerate.integrations.training_arguments import FLAG_HELP, require_precision
 from megatrain_accelerate.integrations.wrapping import ensure_ready
 
 TYPE = "MEGATRAIN"
@@ -166,12 +166,7 @@ def _refuse_unsupported(arguments: Any, written: Any, file: str | None) -> None:
             f"megatrain was asked for, but {file} has distributed_type: {kind}, and both decide where the model lives. "
             f"Set distributed_type: {TYPE} there, or give another file with --config"
         )
-    precision = str(arguments.mixed_precision or getattr(written, "mixed_precision", None) or "no").lower()
-    if precision not in ("no", "bf16"):
-        raise UnsupportedError(
-            f"mixed_precision: {precision} can't be used with megatrain: its gradients need loss scaling, which the deferred "
-            "step doesn't do. Use mixed_precision: bf16 (masters and moments are fp32 in any case)"
-        )
+    require_precision(str(arguments.mixed_precision or getattr(written, "mixed_precision", None) or "no").lower())
     machines = _count(arguments, written, "num_machines")
     if machines > 1:
         raise UnsupportedError(

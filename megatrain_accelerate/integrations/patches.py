@@ -1,8 +1,5 @@
-"""Everything of Accelerate, Transformers, PEFT and TRL that is patched: what, why, where it was tested, when it can go.
-
-Every process that imports torch imports it, so it holds strings only: :mod:`.wrapping` imports a replacement at its first
-call.
-"""
+"""Everything of Accelerate, Transformers, PEFT and TRL that is patched: what, why, where it was tested, when it can go. Every
+process that imports torch imports it: strings only, of which :mod:`.wrapping` imports a replacement at its first call."""
 
 from __future__ import annotations
 

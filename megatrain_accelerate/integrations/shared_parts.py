@@ -1,8 +1,6 @@
-"""Who else holds a prepared model's parameters: a model around it or inside of it, PEFT, TRL.
-
-A parameter has one place in one host store: a model that is prepared adopts what another's engine had, and that gives it back.
-PEFT and TRL read and write ``parameter.data``, which shows neither that a step is still to be applied nor that somebody wrote.
-"""
+"""Who else holds a prepared model's parameters: a model around it or inside of it, PEFT, TRL. A parameter has one place in one
+host store: a model that is prepared adopts what another's engine had. PEFT and TRL read and write ``parameter.data``, which
+shows neither that a step is still to be applied nor that somebody wrote."""
 
 from __future__ import annotations
 
@@ -45,12 +43,10 @@ def refuse_calls(earlier: nn.Module) -> None:
 
 
 def take_over(model: nn.Module, config: MegatrainConfig) -> tuple[list[nn.Module], list[torch.optim.Optimizer], bool]:
-    """Closes the engines of all other models that stream layers of this one, or train parameters with it.
-
-    Frozen parameters alone (a teacher's embedding) may lie in both stores. What the engines held is the model's again. Returns
-    those models, the optimizers that stepped them, and whether one of the engines was made for training. Raises
-    ``UnsupportedError``, and closes nothing, where the model has no layers that could stream.
-    """
+    """Closes the engines of all other models that stream layers of this one, or train parameters with it; frozen parameters
+    alone (a teacher's embedding) may lie in both stores. Returns those models, their optimizers, and whether one of the
+    engines was made for training. An ``UnsupportedError``, with nothing closed, where the model has no layers that could
+    stream."""
     sharing = [engine for engine in all_engines() if engine is not engine_of(model) and _conflicts(model, engine)]
     models = [other for other, engine in prepared_models() if engine in sharing]
     optimizers = [optimizer for engine in sharing for optimizer in engine.optimizers]

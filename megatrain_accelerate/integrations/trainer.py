@@ -58,10 +58,8 @@ def from_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def follow_trainer(trainer: Any) -> None:
     """Gives a new Trainer our callback, and watches its model until that is prepared: it must stream from its first batch on.
-
     The stock Trainer has moved the model to the GPU by now, and its code may call it at once, as TRL does for the reference's
-    log-probabilities. Here all weights are still on the host.
-    """
+    log-probabilities. Here all weights are still on the host."""
     reference, model = weakref.ref(trainer), getattr(trainer, "model", None)
     trainer.callback_handler.callbacks.insert(1, MegatrainCallback(reference))  # behind DefaultFlowCallback, before trackers
     if not isinstance(model, nn.Module) or engine_of(model) is not None:
@@ -127,8 +125,7 @@ def choices_of(state: TrainerState) -> dict[str, Any]:
     """What was chosen for a training, by name. Checkpoints hold it, as JSON."""
     # The layout of transformers' ExportableState. No callback has this name: the Trainer would make it anew from the entry.
     entry = state.stateful_callbacks.setdefault("megatrain_accelerate", {"args": {}, "attributes": {}})
-    choices: dict[str, Any] = entry["attributes"]
-    return choices
+    return entry["attributes"]
 
 
 def _is_a_users(owner: Any, name: str, packages: tuple[str, ...]) -> bool:

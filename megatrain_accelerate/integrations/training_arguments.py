@@ -37,6 +37,15 @@ _REFUSED = {
 """By training argument, also of TRL, why it can't be honoured."""
 
 
+def require_precision(precision: str) -> None:
+    """Raises ``UnsupportedError`` for another mixed precision than bf16."""
+    if precision not in ("no", "bf16"):
+        raise UnsupportedError(
+            f"mixed_precision: {precision} can't be used with megatrain: its gradients need loss scaling, which the deferred "
+            "step doesn't do. Use mixed_precision: bf16 (masters and moments are fp32 in any case)"
+        )
+
+
 def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
     """Activates, and checks the arguments of an active process."""
     given = getattr(arguments, "megatrain_config", None)

@@ -1,8 +1,5 @@
-"""The step of a unit that lives on the device: the arithmetic of ``csrc/adamw.h`` as a Triton kernel, bit for bit.
-
-The same fused multiply-adds, correctly rounded square root and divisions, and no others: contraction is switched off, so
-that where a layer's states lie never changes a weight.
-"""
+"""The step of a unit that lives on the device: the arithmetic of ``csrc/adamw.h`` as a Triton kernel, bit for bit: with the
+same fused multiply-adds, correctly rounded square root and divisions, and no others, since contraction is switched off."""
 
 from __future__ import annotations
 
@@ -119,8 +116,7 @@ class DeviceKernels:
                 self._triton.accumulate_split[blocks](*tensors, count, HAS_RESIDUAL=has_residual, BLOCK=_BLOCK)
 
     def norm_split(self, hi: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """2-norm (fp32) of the fp32 values that (N) ``hi`` and ``residual`` stand for, added up in double, as the host
-        does."""
+        """2-norm (fp32) of the fp32 values that (N) ``hi`` and ``residual`` stand for, added up in double, as on the host."""
         count = hi.numel()
         blocks = -(-count // _BLOCK)
         sums = torch.zeros(blocks, dtype=torch.float64, device=hi.device)

@@ -1,22 +1,19 @@
 """The fused host kernels: AdamW on split fp32 masters, and the few loops around it, on a pool of C++ threads.
 
-The **split master** is the pair (bf16 weight, int16 residual) in place of an fp32 weight, and holds every fp32 bit
-pattern exactly. ``csrc/split_master.h`` defines it, and says where its half that streams to the GPU isn't
-``master.to(torch.bfloat16)``.
+The **split master** is the pair (bf16 weight, int16 residual) in place of an fp32 weight, and holds every fp32 bit pattern
+exactly (``csrc/split_master.h``).
 
 **What is bit-equal to torch.** Weights, ``exp_avg`` and ``exp_avg_sq`` equal those of ``torch.optim.AdamW`` and
-``torch.optim.Adam`` with ``foreach=False, fused=False`` on fp32 CPU tensors, up to one operation: the square root.
-Measured with torch 2.13 on x86-64, whose AVX2 and AVX-512 kernels agree bit for bit, in vectors and tails:
+``torch.optim.Adam`` with ``foreach=False, fused=False`` on fp32 CPU tensors, up to one operation: the square root. Measured
+with torch 2.13 on x86-64, whose AVX2 and AVX-512 kernels agree bit for bit, in vectors and tails: ``lerp_``, ``addcmul_`` and
+``add(alpha=)`` use one fused multiply-add each, ``addcdiv_`` and ``div`` none; division by a scalar is a true division;
+scalars are computed in double and rounded to float once. ``sqrt`` goes to MKL, which is 1 ulp off for some arguments (1 to 20%
+were seen, by the processor). Here it is the correctly rounded one of IEEE 754, as in torch's own ``fused=True`` kernel; with
+``Tensor.sqrt`` replaced by such a one all three are equal. Without that the moments are equal under AdamW (under Adam's L2
+penalty they depend on the weight), and the weights whose square roots were off differ by about an ulp.
 
-- ``lerp_``, ``addcmul_`` and ``add(alpha=)`` use one fused multiply-add each, ``addcdiv_`` and ``div`` none; division
-  by a scalar is a true division; scalars are computed in double and rounded to float once;
-- ``sqrt`` goes to MKL, which is 1 ulp off for some arguments (1 to 20% were seen, by the processor). Here it is the
-  correctly rounded one of IEEE 754, as in torch's own ``fused=True`` kernel; with ``Tensor.sqrt`` replaced by such a
-  one all three are equal. Without that the moments are equal under AdamW (under Adam's L2 penalty they depend on the
-  weight), and the weights whose square roots were off differ by about an ulp.
-
-With ``ATEN_CPU_CAPABILITY=default`` (no FMA) torch differs from its own AVX2 results, and so from these. Results
-don't depend on the number of threads, on chunk boundaries or on the instruction set.
+With ``ATEN_CPU_CAPABILITY=default`` (no FMA) torch differs from its own AVX2 results, and so from these. Results don't depend
+on the number of threads, on chunk boundaries or on the instruction set.
 """
 
 from __future__ import annotations
@@ -118,13 +115,10 @@ class HostKernels:
     threads are served one after the other. After a fork the child computes alone, on its calling thread. Autograd doesn't see
     the writes: no version counter moves.
 
-    Args:
-        threads: those that work on a call, the caller included; :func:`default_thread_count` by default.
-        instruction_set: a name in :data:`INSTRUCTION_SETS`, for tests; by default the best that the machine has.
-
-    Raises:
-        KernelError: the library is missing, stale or can't be loaded, or the machine lacks the instruction set. By a method: a
-            tensor has the wrong dtype, device, layout or length, or the kernels are closed.
+    ``threads`` work on a call, the caller included; :func:`default_thread_count` by default. ``instruction_set``: a name in
+    :data:`INSTRUCTION_SETS`, for tests; by default the best that the machine has. Raises ``KernelError`` where the library is
+    missing, stale or can't be loaded, or the machine lacks the instruction set; methods do so for a tensor of the wrong dtype,
+    device, layout or length, and when the kernels are closed.
     """
 
     def __init__(self, threads: int | None = None, instruction_set: str | None = None) -> None:
@@ -218,11 +212,8 @@ class HostKernels:
         self._call("accumulate", dst.itemsize, 0, dst=(dst, dst.dtype), residual=(None, _INT16), src=(src, dst.dtype))
 
     def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
-        """``sum += src`` in fp32; ``csrc/split_master.h`` has the arithmetic.
-
-        The sum is join(hi, residual), (N) bfloat16 and (N) int16, or without ``has_residual`` ``hi`` alone so far; ``src`` is
-        (N) bfloat16.
-        """
+        """``sum += src`` in fp32; ``csrc/split_master.h`` has the arithmetic. The sum is join(hi, residual), (N) bfloat16 and
+        (N) int16, or without ``has_residual`` ``hi`` alone so far; ``src`` is (N) bfloat16."""
         self._call("accumulate", 2, int(has_residual), hi=(hi, _BF16), residual=(residual, _INT16), src=(src, _BF16))
 
     def square_sum(self, values: torch.Tensor, residual: torch.Tensor | None = None) -> float:

@@ -1,8 +1,6 @@
-"""AdamW's moments as they lie in memory: in fp32, in bf16, or in 8 bits, as codes with one fp32 scale for each block.
-
-``csrc/adamw_int8_moments.h`` defines the codes and says where the idea is from. The kernel rounds stochastically. What is
-taken over from fp32 here is rounded to nearest, so that codes that were decoded come back as the same codes and scales.
-"""
+"""AdamW's moments as they lie in memory: in fp32, in bf16, or in 8 bits, as codes with one fp32 scale for each block
+(``csrc/adamw_int8_moments.h``). The kernel rounds stochastically; what is taken over from fp32 here is rounded to nearest, so
+that codes that were decoded come back as the same codes and scales."""
 
 from __future__ import annotations
 
@@ -106,11 +104,9 @@ def moments_within(
     dtype: torch.dtype,
 ) -> Moments:
     """Views of a memory of :func:`moment_bytes` of ``total`` elements: all of the first moment, all of the second; with int8
-    all scales of the first and of the second follow.
-
-    ``tensor`` makes a view of the memory from an offset in bytes, a shape and a dtype. ``first`` is the first element wanted,
-    with int8 a multiple of the block; ``shape`` and ``dtype`` (fp32, bf16 or int8) are those of the elements wanted.
-    """
+    all scales of the first and of the second follow. ``tensor`` makes a view of the memory from an offset in bytes, a shape
+    and a dtype. ``first`` is the first element wanted, with int8 a multiple of the block; ``shape`` and ``dtype`` (fp32, bf16
+    or int8) are those of the elements wanted."""
     if dtype != torch.int8:
         return FloatMoments(*(tensor(dtype.itemsize * (begin + first), shape, dtype) for begin in (0, total)))
     scales = 2 * total + 4 * block_count(first)

@@ -1,9 +1,7 @@
 # mypy: ignore-errors
-"""Triton kernels of AdamW and Adam, and of fp32 gradient sums. ``csrc/adamw.h`` and ``csrc/split_master.h`` have the
-formulas, their sources and the reason of each rounding.
-
-To be launched with ``enable_fp_fusion=False``: the fused multiply-adds are those written here and no others.
-"""
+"""Triton kernels of AdamW and Adam, and of fp32 gradient sums. ``csrc/adamw.h`` and ``csrc/split_master.h`` have the formulas,
+their sources and the reason of each rounding. To be launched with ``enable_fp_fusion=False``: fused are the multiply-adds
+written here."""
 
 import triton
 import triton.language as tl

@@ -104,9 +104,8 @@ def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
 
 
 def surroundings_again(device: torch.device, module: nn.Module) -> Again:
-    """Saves random state, autocast, modes and hooks. All may have changed when the layer is recomputed: a script may evaluate
-    the model between forward and backward, and PEFT registers hooks for one forward only. Hooks on the layer itself are
-    ignored, since they run outside what is recomputed."""
+    """Saves random state, autocast, modes and hooks, which may all have changed when the layer is recomputed: by an evaluation
+    between forward and backward, or PEFT's hooks for one forward. Hooks on the layer itself run outside what is recomputed."""
     random_numbers, autocast = RandomState(device), autocast_again(device.type)
     modules = [(part, part.training, _hooks(part) if part is not module else None) for part in module.modules()]
 
@@ -132,11 +131,8 @@ def surroundings_again(device: torch.device, module: nn.Module) -> Again:
 
 
 class WrittenBuffers:
-    """Buffers that a layer writes while it runs (running statistics, counters): which is seen in its forwards.
-
-    A recompute begins with those that its forward began with, and leaves no trace in them. With plain activation
-    checkpointing (torch/utils/checkpoint.py) a recomputed BatchNorm counts each batch twice.
-    """
+    """Buffers that a layer writes while it runs (running statistics, counters), as its forwards show. A recompute begins with
+    those that its forward began with, and leaves no trace in them: with torch/utils/checkpoint.py BatchNorm counts twice."""
 
     def __init__(self, module: nn.Module) -> None:
         self._owners = [owner for owner in module.modules() if owner._buffers]

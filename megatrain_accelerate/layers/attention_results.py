@@ -1,8 +1,6 @@
-"""What attention computed in forward, kept for the recompute in backward: of a long sequence it is most of a layer's time.
-
-The operations alone are left out when they come again: selective recomputation (Korthikanti et al., arXiv 2205.05198). Torch's
-``create_selective_checkpoint_contexts`` refuses a second backward, other kernels in the recompute, and results on the host.
-"""
+"""What attention computed in forward, kept for the recompute in backward: of a long sequence it is most of a layer's time. The
+operations alone are left out when they come again: selective recomputation (Korthikanti et al., arXiv 2205.05198). Torch's
+``create_selective_checkpoint_contexts`` refuses a second backward, other kernels in the recompute, and results on the host."""
 
 from __future__ import annotations
 
@@ -18,17 +16,15 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.layers.nested_tensors import tensors_in
 from megatrain_accelerate.transfer.activation_offload import ParcelPlace, Recording
 
-_ATTENTION = frozenset(
-    {
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_flash_attention_forward",
-        "flash_attn::_flash_attn_forward",
-        "flash_attn::_flash_attn_varlen_forward",
-    }
-)
+_ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_flash_attention_forward",
+    "flash_attn::_flash_attn_forward",
+    "flash_attn::_flash_attn_varlen_forward",
+}
 
 
 def is_attention(func: Any) -> bool:
@@ -56,11 +52,8 @@ def require_attention_to_keep(model: nn.Module, kept_attention: int | None) -> N
 
 
 class AttentionResults:
-    """The results of one run's attention operations, in order.
-
-    Owner: the graph, by way of its checkpoint. Reader: the recompute. ``leaving`` takes those that wait in host memory, for
-    whoever sends it when the run is over; None if all stay.
-    """
+    """The results of one run's attention operations, in order. Owner: the graph, by way of its checkpoint. Reader: the
+    recompute. ``leaving`` takes those that wait in host memory, for whoever sends it after the run; None if all stay."""
 
     def __init__(self, leaving: Recording | None = None) -> None:
         self.results: list[Any] = []

@@ -15,10 +15,8 @@ CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_par
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call's arguments without key-value caches: transformers' rule (``GradientCheckpointingLayer``, modeling_layers.py).
-
-    Raises an UnsupportedError if a cache holds tokens: without it the layer would compute something else.
-    """
+    """The call's arguments without key-value caches, by transformers' rule (``GradientCheckpointingLayer``,
+    modeling_layers.py). An UnsupportedError if a cache holds tokens: without it the layer would compute something else."""
     is_cache = [hasattr(value, "get_seq_length") and hasattr(value, "update") for value in args]
     caches = [value for flag, value in zip(is_cache, args, strict=True) if flag]
     caches += [value for name, value in kwargs.items() if name in CACHE_ARGUMENTS and hasattr(value, "get_seq_length")]
@@ -45,11 +43,8 @@ def caching_modules(model: nn.Module, layers: Collection[nn.Module]) -> Iterator
 def decide_against_a_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A forward pre-hook that says ``use_cache=False`` where gradients are computed.
-
-    As transformers' models do under gradient checkpointing. A model that believed in a cache would look for it among its
-    layers' outputs: so do transformers before 4.48 and code that comes with a checkpoint.
-    """
+    """A forward pre-hook that says ``use_cache=False`` where gradients are computed, as transformers does under gradient
+    checkpointing: a model that believed in a cache may look for it among its layers' outputs."""
     if not torch.is_grad_enabled():
         return None
     names = list(inspect.signature(module.forward).parameters)  # a script may have replaced it since

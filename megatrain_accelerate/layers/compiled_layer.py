@@ -2,17 +2,15 @@
 
 Layers that run the same function on parameters of the same names, shapes and dtypes are equal, and share a compiled function
 of module and inputs: dynamo lifts the weights bound to the module into inputs of its graph, so that neither layer nor slot
-matters. What else the code reads of a module (a window, a flag) is guarded: layers that differ in it get graphs of their own,
-and so do those that record something inside (router logits), which is returned beside the output (:mod:`.output_recorder`).
+matters. Layers that differ in what else the code reads of a module (a window, a flag) get graphs of their own, and so do those
+that record something inside (router logits), which is returned beside the output (:mod:`.output_recorder`).
 
-What backward computes again is decided where the compiler's partitioner parts forward and backward: at a *memory budget* of
-1.0 it saves all that backward reads, at 0.0 the inputs alone, and between them it gives up first what costs little to compute
-again (``torch._functorch.config.activation_memory_budget``). Each budget has a graph of its own, which rounds in its own way.
-The partitioner would draw other random numbers in backward: a graph that draws some saves everything, and a checkpoint runs
-the layer again.
+What backward computes again the compiler's partitioner decides: at a *memory budget* of 1.0 it saves all that backward reads,
+at 0.0 the inputs alone, and between them it gives up first what costs little to compute again
+(``torch._functorch.config.activation_memory_budget``). Each budget has a graph of its own, which rounds in its own way. In
+backward other random numbers would be drawn: a graph that draws some saves everything, and a checkpoint runs the layer again.
 
-Batches of one length have a graph for their sizes, the fastest. Where lengths vary (:attr:`CompiledLayers.sizes_vary`), one
-graph serves all sizes from the start, so that none is made for the first batch alone.
+Where lengths vary (:attr:`CompiledLayers.sizes_vary`), one graph serves all sizes from the start; else each has the fastest.
 """
 
 from __future__ import annotations
@@ -35,6 +33,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils.flop_counter import flop_registry
 
 from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.attention_results import drop_rate
 from megatrain_accelerate.layers.layer import StreamedLayer
@@ -47,15 +46,13 @@ from megatrain_accelerate.layers.unpadded_layer import attend_within_samples, ca
 logger = logging.getLogger(__name__)
 
 SMALLEST_LAYER_PARAMETERS = 4_000_000
-"""``auto`` compiles layers of at least so many: kernels of smaller ones take less time than their launches, and a run may be
-over before the compilation has paid."""
+"""``auto`` compiles layers of at least so many: kernels of smaller ones take less time than their launches."""
 
 MOST_KINDS = 8
 """Kinds of unequal layers that are compiled; a model in which every layer differs would compile for as many minutes."""
 
 RECOMPILE_LIMIT = 16
-"""Graphs of one kind of layers: masks, attributes, sizes of a batch. Dynamo's own limit is 8; a layer that reads a counter
-should give up before much time is lost."""
+"""Graphs of one kind of layers: masks, attributes, sizes. Dynamo's own limit is 8; one that reads a counter should give up."""
 
 CANDIDATES = (0.2, 0.4, 0.6, 0.8)
 """Budgets that are tried between 0.0 and 1.0; several may give one and the same graph."""
@@ -102,10 +99,7 @@ EVERYTHING = MemoryBudget(1.0, 1.0, 0.0)
 
 class _Kind:
     """The layers that share a compiled function: the forward of their class, not bound, at one memory budget, and what it
-    records in these channels.
-
-    Where ``sizes_vary``, each graph serves all sizes of the inputs that are more than 1.
-    """
+    records in these channels. Where ``sizes_vary``, each graph serves all sizes of the inputs that are more than 1."""
 
     def __init__(
         self,
@@ -186,16 +180,9 @@ class CompiledLayers:
         """Whether any layer may run compiled."""
         return self._is_on and self.pays is not False
 
-    @property
-    def is_chosen(self) -> bool:
-        """Whether layers run compiled where they can."""
-        return self._is_on and (self.pays or not self.is_optional)
-
     def suits(self, layer: StreamedLayer) -> Captures | None:
-        """What hooks inside the layer take if it may run compiled by the settings, its size and its hooks; else None.
-
-        A layer with hooks inside may not, unless all they do is record: dynamo doesn't look whether hooks come and go.
-        """
+        """What hooks inside the layer take if it may run compiled by the settings, its size and its hooks; else None: dynamo
+        doesn't look whether hooks come and go, and all that those inside may do is record."""
         if layer.experts or not self.may_compile or layer.unit.layout.parameter_count < self._smallest:
             return None
         captures = output_recorder.captures_inside(layer.module)
@@ -204,10 +191,8 @@ class CompiledLayers:
         return captures
 
     def wants(self, layer: StreamedLayer, row: RealTokens | None = None) -> Captures | None:
-        """What hooks inside the layer take if this call, on a ``row`` if there is one, should run compiled; None if it should
-        run as it is."""
-        # Dynamo declines under a mode that watches operations (a FLOP counter), and it should see them all. Of a layer that
-        # runs in tiles a compiled graph would hold all tokens at once.
+        """What :meth:`suits` says if this call, on a ``row`` if there is one, should run compiled; None if as it is."""
+        # A mode that watches operations (a FLOP counter) should see them all; of tiles a graph would hold all tokens at once.
         if torch._C._len_torch_dispatch_stack() > 0 or layer.tiles.tile_tokens:
             return None
         captures = self.suits(layer)
@@ -216,11 +201,8 @@ class CompiledLayers:
     def recomputes(
         self, layer: StreamedLayer, captures: Captures, memory_budget: float = 0.0, row: RealTokens | None = None
     ) -> bool:
-        """Whether a layer that :meth:`wants` approved can be compiled so that its backward computes activations again.
-
-        Whether it draws random numbers shows when it is compiled: until then the answer is yes, and such a layer keeps the
-        activations of that one call.
-        """
+        """Whether a layer that :meth:`wants` approved can be compiled so that its backward computes activations again. Until
+        it is compiled nobody knows whether it draws random numbers: such a layer keeps the activations of that one call."""
         kind = self._kind_of(layer, captures, memory_budget, row)
         return kind is not None and not kind.is_random
 
@@ -299,8 +281,7 @@ class CompiledLayers:
                 kind.name,
             )
         self.compilations += 1
-        # A second backward finds what it needs: the first doesn't write over it. For the whole process, since each backward
-        # looks at the setting, on autograd's thread.
+        # A second backward finds what it needs. For the whole process, since each one looks at it, on autograd's thread.
         if hasattr(torch._functorch.config, "donated_buffer"):
             torch._functorch.config.donated_buffer = False
         settings: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
@@ -311,12 +292,10 @@ class CompiledLayers:
         if self.backend != "inductor":
             kind.is_random = True
         else:
-            # Dropout must draw the masks that the layer's own code draws: the run that follows a failure, or a recompute
-            # after one, has to repeat them.
+            # Dropout draws what the layer's own code draws: the run that follows a failure has to repeat it.
             options["config_patches"] = {"fallback_random": True}
             if kind.sizes_vary and hasattr(torch._inductor.config.triton, "mix_order_reduction"):
-                # With it Inductor makes one graph for batches of few tokens, one for more, and one for many; and where it has
-                # to do for all of them, it slows down the shortest most.
+                # With it Inductor makes graphs for few tokens, more, and many, or one that slows down the shortest most.
                 options["config_patches"]["triton.mix_order_reduction"] = False
             if kind.memory_budget < 1.0:
                 settings["activation_memory_budget"] = kind.memory_budget
@@ -348,11 +327,8 @@ def _keep_attention_within_samples(graph: torch.fx.GraphModule) -> None:
 
 
 def _pad_keys(graph: torch.fx.GraphModule) -> None:
-    """Pads attention's keys, values and mask to the next multiple of :data:`_KEYS_ALIGNED` keys; nobody attends to those.
-
-    The mask's rows are aligned then at any length. Otherwise those of some lengths are, and others are copied, by a graph of
-    their own. With dropout other elements would be dropped.
-    """
+    """Pads attention's keys, values and mask to the next multiple of :data:`_KEYS_ALIGNED` keys; nobody attends to those. Rows
+    of the mask that aren't aligned are copied, by a graph of their own. Not with dropout, whose elements would be others."""
     names = ("query", "key", "value", "attn_mask", "dropout_p")
     pad = torch.nn.functional.pad
     for node in graph.graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention):
@@ -378,10 +354,8 @@ def _pad_keys(graph: torch.fx.GraphModule) -> None:
 
 
 def _looking_at(kind: _Kind) -> Any:
-    """A pass of Inductor's over the graph of forward and backward, before it is parted: one that draws saves everything.
-
-    It only looks, so that what is compiled is cached as without it.
-    """
+    """A pass of Inductor's over the graph of forward and backward, before it is parted: one that draws saves everything. It
+    only looks, so that what is compiled is cached as without it."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Look(CustomGraphPass):
@@ -420,10 +394,8 @@ def _asking_for_budgets(kind: _Kind) -> Any:
 
 
 def budgets_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> tuple[MemoryBudget, ...]:
-    """The distinct budgets of a graph of forward and backward, from 0.0 to 1.0, without compiling anything.
-
-    The graph, which isn't changed, has the values of its nodes, as the partitioner takes it with these ``options``.
-    """
+    """The distinct budgets of a graph of forward and backward, from 0.0 to 1.0, without compiling anything. The graph, which
+    isn't changed, has the values of its nodes, as the partitioner takes it with these ``options``."""
     found = {value: _saved_and_recomputed(graph, inputs, options, value) for value in (0.0, *CANDIDATES, 1.0)}
     (least, most_again), (most, again_in_any_case) = found[0.0], found[1.0]
     if most <= least or most_again <= again_in_any_case:
@@ -493,16 +465,11 @@ def _missing_in_torch() -> str | None:
 @contextlib.contextmanager
 def _run_settings() -> Iterator[None]:
     """Settings of torch that hold while a compiled layer runs, and nowhere else."""
-    settings = torch._dynamo.config
-    limit = settings.recompile_limit
-    settings.recompile_limit = RECOMPILE_LIMIT
-    try:
-        with without_autocast_cache(), warnings.catch_warnings():  # the cache is guarded by dynamo, and off in recompute
-            # Dynamo asks inputs for their gradients, and hidden states of a layer in autograd's graph aren't leaves.
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
-            yield
-    finally:
-        settings.recompile_limit = limit
+    limit = replaced(torch._dynamo.config, "recompile_limit", RECOMPILE_LIMIT)
+    with limit, without_autocast_cache(), warnings.catch_warnings():  # the cache is guarded by dynamo, and off in recompute
+        # Dynamo asks inputs for their gradients, and hidden states of a layer in autograd's graph aren't leaves.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
+        yield
 
 
 @contextlib.contextmanager

@@ -6,8 +6,7 @@ experts. Each row's result goes to its pair's place, and a token's K rows are ad
 parts there are, and nothing is added by atomics.
 
 In backward each part is fetched and computed again, like a layer. A recomputed layer doesn't run its experts twice in between:
-what they gave in forward, as large as the hidden states, and the order of the pairs wait with its inputs
-(:class:`ExpertResults`). The parts' own slots are filled in the order of the calls (:class:`ExpertStreams`).
+what they gave in forward, and the order of the pairs, wait with its inputs (:class:`ExpertResults`).
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.offload import GradientOffloader
+from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers.ambient_state import Again, autocast_again, parameters_as
 from megatrain_accelerate.layers.compiled_layer import without_autocast_cache, without_saving
 from megatrain_accelerate.layers.layer import ExpertPart, StreamedExperts, StreamedLayer
@@ -77,10 +77,8 @@ class ExpertStreams:
 
 
 def shown_instead(experts: StreamedExperts) -> list[torch.Tensor] | None:
-    """What somebody has put in the place of the parameters: tensors without data, made-up numbers.
-
-    None where they are their own. A StateError where one isn't the one that was adopted.
-    """
+    """What somebody has put in the place of the parameters (tensors without data, made-up numbers); None where they are their
+    own. A StateError where one isn't the one that was adopted."""
     shown: list[Any] = [experts.module._parameters.get(state.name) for state in experts.unit.states]
     if all(tensor is state.parameter for tensor, state in zip(shown, experts.unit.states, strict=True)):
         return None
@@ -117,10 +115,8 @@ class Routing(NamedTuple):
 
     @classmethod
     def of(cls, experts: StreamedExperts, index_TK: torch.Tensor) -> Routing:
-        """Sorts the pairs. Waits for the device, to know how many go where; without data that is supposed.
-
-        ``index_TK`` is ``experts.count`` or more for a pair that goes to no expert.
-        """
+        """Sorts the pairs. Waits for the device, to know how many go where; without data that is supposed. ``index_TK`` is
+        ``experts.count`` or more for a pair that goes to no expert."""
         sorted_S, order_S = torch.sort(index_TK.reshape(-1), stable=True)
         if isinstance(index_TK, FakeTensor) or index_TK.is_meta:
             # The first has more than its share, and the others the rest as evenly as they can.
@@ -158,10 +154,8 @@ _Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 class ExpertResults:
     """The calls of experts in one run of a layer, and what each of them gave, if the run ``keeps`` that for a recompute.
-
-    Owner: the graph, by way of the layer's checkpoint, from forward to the first backward. Reader: the recompute.
-    ``is_last`` tells whether the backward of this run comes last among those of the layer's call.
-    """
+    Owner: the graph, by way of the layer's checkpoint, until the first backward. Reader: the recompute. ``is_last`` tells
+    whether the backward of this run comes last among those of the layer's call."""
 
     def __init__(self, keeps: bool = True, is_last: bool = True) -> None:
         self._keeps, self._is_last = keeps, is_last
@@ -206,10 +200,8 @@ _at_work: dict[StreamedExperts, ExpertResults] = {}
 
 class _Call:
     """One call of the experts, computed in forward and maybe again in backward. Raises as :func:`shown_instead` does.
-
     ``keeps``: what it gives in forward waits for the first recompute. ``is_last``: of the calls of these experts in a
-    forward of the model, its backward comes last.
-    """
+    forward of the model, its backward comes last."""
 
     autocast: Again
     """Forward's settings, for backward."""
@@ -383,11 +375,7 @@ def run_part(
     """The module's own forward, as if it had the part's experts alone, times the weights: (n, D), in the wider dtype."""
     experts = part.owner
     places = [(experts.module, state.name) for state in experts.unit.states]
-    try:
-        experts.module.__dict__["num_experts"] = part.experts.experts
-        with parameters_as(places, weights):
-            # Times one, and the product here: fp32 weights would round each choice before the sum.
-            made_nD: torch.Tensor = experts.forward(rows_nD, index_n1, torch.ones_like(weights_n1, dtype=rows_nD.dtype))
-        return made_nD * weights_n1
-    finally:
-        experts.module.__dict__["num_experts"] = experts.count
+    with replaced(experts.module, "num_experts", part.experts.experts), parameters_as(places, weights):
+        # Times one, and the product here: fp32 weights would round each choice before the sum.
+        made_nD: torch.Tensor = experts.forward(rows_nD, index_n1, torch.ones_like(weights_n1, dtype=rows_nD.dtype))
+    return made_nD * weights_n1

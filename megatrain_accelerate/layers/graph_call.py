@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import enum
 import functools
 import sys
 import weakref
@@ -22,7 +21,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megatrain_accelerate.errors import StateError, UnsupportedError
+from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.gradients.call_gradients import Backward, GradientSums
 from megatrain_accelerate.gradients.offload import GradientOffloader
 from megatrain_accelerate.layers import output_recorder
@@ -53,44 +52,24 @@ _current_task = torch._C._current_graph_task_id
 _Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-class CallState(enum.Enum):
-    """Where a call of a layer is."""
-
-    FORWARD = "forward"  # its kernels are being issued
-    WAITING = "waiting"  # the graph holds it; no backward is in it
-    BACKWARD = "backward"  # a backward has begun with it
-    DONE = "done"  # that backward has brought all its gradients
-
-    __hash__ = object.__hash__  # enum's own is a function of Python
-
-
-_ALLOWED = {
-    (CallState.FORWARD, CallState.WAITING),
-    (CallState.WAITING, CallState.BACKWARD),
-    (CallState.BACKWARD, CallState.DONE),
-    (CallState.BACKWARD, CallState.WAITING),
-    (CallState.DONE, CallState.WAITING),
-}
-
-
 class GraphCall:
     """One call of a layer, or a piece of one, from its forward to the last backward through it.
 
     Owner: the graph, by way of the leaves, of what is saved and of the hooks on the layer's inputs. It holds none of
-    them itself, so that it goes when the graph goes.
-
-    Args:
-        tape, position: the call on its forward pass.
-        piece, pieces: the number of this piece of the call, in forward order, and how many there are: 0 and 1 if it is whole.
+    them itself, so that it goes when the graph goes. ``tape`` and ``position`` say where on its forward pass the call is; it
+    is number ``piece`` of so many ``pieces``, in forward order: 0 of 1 if it is whole.
     """
 
     def __init__(self, calls: GraphCalls, layer: StreamedLayer, tape: Tape, position: int, piece: int, pieces: int) -> None:
         self.calls, self.layer = calls, layer
         self.tape, self.position, self.piece, self.pieces = tape, position, piece, pieces
         self.open_forward = tape.open_forward()
-        self.state = CallState.FORWARD
+        self.running_slot: WeightSlot | None = None
+        """While its forward is being issued, the slot with its weights."""
         self.task = -1
-        """Number of the backward (autograd's graph task) that the state is about."""
+        """Number of the backward (autograd's graph task) that has begun with it; -1 if none has."""
+        self.is_done = False
+        """Whether that backward has brought all its gradients."""
         self.version = -1
         """The unit's, in forward."""
         self._leaves: list[tuple[int, weakref.ref[torch.Tensor]]] = []
@@ -100,24 +79,17 @@ class GraphCall:
         function of the user's own does that which keeps a weight in an attribute of its context."""
         self.row: RealTokens | None = None
         """The tokens of the row that it runs on; None if its arguments are batches."""
-        self._running_slot: WeightSlot | None = None
         self._captures: Captures | None = None
         """What it hands out if it runs compiled; None for a layer's own code."""
         self._trained = layer.trained_now()
         """Which weights are trained in forward, in entry order."""
-
-    def move_to(self, state: CallState) -> None:
-        """The one place where a call changes its state; raises a StateError where the move isn't allowed."""
-        if (self.state, state) not in _ALLOWED:
-            raise StateError(f"a call of layer {self.layer.name} can't go from {self.state.value!r} to {state.value!r}")
-        self.state = state
 
     # ------------------------------------------------------------------ forward
 
     def run(self, slot: WeightSlot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the layer with the weights in ``slot`` as this call's leaves."""
         calls, layer = self.calls, self.layer
-        self._running_slot = slot
+        self.running_slot = slot
         try:
             uses = slot.uses_with(layer.unit.layout)
             watched: dict[int, torch.Tensor] = {}
@@ -140,8 +112,7 @@ class GraphCall:
                 self._watch_nodes(first_node, output)
             return output
         finally:
-            self._running_slot = None
-            self.move_to(CallState.WAITING)
+            self.running_slot = None
 
     def _watched(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
         """Has :meth:`all_issued` called when the tensor's gradient is known: nothing of this layer is left to run then,
@@ -152,7 +123,7 @@ class GraphCall:
             # A leaf lives on, and hooks on it would pile up. The gradients of all pieces are known at once.
             through = tensor.view_as(tensor) if tensor.is_leaf or self.pieces > 1 else tensor
             # Weakly: the graph below the layer may live longer than the layer's own.
-            through.register_hook(functools.partial(_call_if_alive, GraphCall.all_issued, weakref.ref(self)))
+            through.register_hook(functools.partial(_all_issued, weakref.ref(self)))
             watched[id(tensor)] = watched[id(through)] = through
         return watched[id(tensor)]
 
@@ -164,8 +135,7 @@ class GraphCall:
                 self._leaves.append((row, weakref.ref(weight)))
                 weight._megatrain_call = self  # type: ignore[attr-defined]
                 if is_watched:
-                    arrived = functools.partial(_call_if_alive, GraphCall.leaf_arrived, weakref.ref(self))
-                    weight.register_post_accumulate_grad_hook(arrived)
+                    weight.register_post_accumulate_grad_hook(self.leaf_arrived)
 
     def _leaves_in(self, slot: WeightSlot) -> list[torch.Tensor]:
         """The layer's weights in the slot, in entry order, as leaves; each with a version of its own (``data``)."""
@@ -187,7 +157,7 @@ class GraphCall:
         offloaded = None
         if layer.index in policy.offloaded:
             inputs, _ = taken_apart((args, kwargs))
-            offloaded = calls.activations.record(layer.name, [*layer.module.buffers(), *inputs])
+            offloaded = Recording(calls.activations, layer.name, [*layer.module.buffers(), *inputs])
         with layer.bound(weights), calls.saving(offloaded):
             output = self._run_layer(args, kwargs, memory_budget=budget)
         if offloaded is not None:
@@ -219,7 +189,7 @@ class GraphCall:
         replaying: _Context = contextlib.nullcontext
         leaving = None
         if layer.index in policy.attention_kept:
-            leaving = calls.activations.record(layer.name) if policy.offloads_inputs(layer.index) else None
+            leaving = Recording(calls.activations, layer.name) if policy.offloads_inputs(layer.index) else None
             attention = AttentionResults(leaving)
             recording, replaying = attention.recording, attention.replaying
 
@@ -277,7 +247,7 @@ class GraphCall:
 
     def _require_begun(self, _: torch.Tensor) -> None:
         """A leaf of a layer whose graph refers to the slot where autograd doesn't see it has its gradient."""
-        if self.state is not CallState.FORWARD and self.task != _current_task():
+        if self.running_slot is None and self.task != _current_task():
             raise UnsupportedError(
                 f"backward went into layer {self.layer.name} from elsewhere than its outputs. A function of it keeps a "
                 "weight where autograd doesn't see it, and another layer's may lie there by now; let the layer return what "
@@ -285,7 +255,7 @@ class GraphCall:
             )
 
     def _begins(self, _: Any) -> None:
-        if self.state is not CallState.FORWARD:
+        if self.running_slot is None:
             self.slot()
 
     def _begin(self) -> None:
@@ -298,7 +268,6 @@ class GraphCall:
             if found and backward is not None:
                 backward.take(self, found, is_complete=False)
             self.forget()
-        self.move_to(CallState.BACKWARD)
         self.task = task
         self.calls.passes.backward_begins()
         self.calls.backwards[task].calls.append(self)
@@ -307,8 +276,8 @@ class GraphCall:
 
     def slot(self) -> WeightSlot:
         """The slot with the layer's weights, for kernels that are issued now. A StateError if they aren't those of forward."""
-        if self._running_slot is not None:  # a backward within the layer's own forward
-            return self._running_slot
+        if self.running_slot is not None:  # a backward within the layer's own forward
+            return self.running_slot
         if self.task != _current_task():
             self._begin()
         layer, prefetcher = self.layer, self.calls.prefetcher
@@ -353,20 +322,19 @@ class GraphCall:
 
     def all_issued(self) -> None:
         """All of the layer's backward has been issued, as far as a hook can tell."""
-        if self.state is CallState.FORWARD:
+        if self.running_slot is not None:
             return
         self._begin()
         is_complete = self._is_complete()
-        if self.state is CallState.BACKWARD and (is_complete or self.pieces > 1):
+        if not self.is_done and (is_complete or self.pieces > 1):
             self._deliver_gradients(is_complete)
-            if is_complete:
-                self.move_to(CallState.DONE)
+            self.is_done = is_complete
         if self.piece == 0:  # the last one in backward
             self.calls.prefetcher.end_lease(self.layer.index)
 
-    def leaf_arrived(self) -> None:
+    def leaf_arrived(self, _: torch.Tensor) -> None:
         """A leaf has its gradient, of a call whose inputs have none."""
-        if self.state is not CallState.FORWARD:
+        if self.running_slot is None:
             self._begin()
             if self._is_complete():
                 self.all_issued()
@@ -375,16 +343,14 @@ class GraphCall:
         """The backward is over: gradients of which no input told go too, or count for nothing."""
         if not succeeded:
             self.take_gradients()
-        elif self.state is CallState.BACKWARD:
+        elif not self.is_done:
             self._deliver_gradients(is_complete=False)
         self.forget()
 
     def forget(self) -> None:
         """No backward is in this call."""
         self.calls.prefetcher.end_lease(self.layer.index)
-        self.task = -1
-        if self.state is not CallState.WAITING:
-            self.move_to(CallState.WAITING)
+        self.task, self.is_done = -1, False
 
     def take_gradients(self) -> dict[int, torch.Tensor]:
         taken: dict[int, torch.Tensor] = {}
@@ -411,20 +377,16 @@ class GraphCall:
         self.calls.backwards[self.task].take(self, taken, is_complete)
 
 
-def _call_if_alive(method: Callable[[GraphCall], None], call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
-    """A hook of a tensor."""
+def _all_issued(call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
+    """A hook of a layer's input."""
     if (found := call()) is not None:
-        method(found)
+        found.all_issued()
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False)
 class GraphCalls:
-    """Runs the layers of one engine that are in autograd's graph, and knows which of their calls are at work.
+    """Runs the layers of one engine that are in autograd's graph, and knows which of their calls are at work."""
 
-    The arguments are parts of the engine that all calls work with.
-    """
-
-    device: torch.device
     passes: Passes
     prefetcher: Prefetcher
     offloader: GradientOffloader
@@ -434,17 +396,17 @@ class GraphCalls:
     compiled: CompiledLayers
 
     def __post_init__(self) -> None:
+        self.device = self.offloader.streams.device
         self.policy = Placement()
         """Of the layers' activations; set by the plan."""
         self.real: RealTokens | None = None
         """Of the batch of the forward in progress, the tokens to compute (:mod:`.padding`); None for all."""
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
-        """A number that requires grad. It keeps nodes in the graph where no input of theirs requires grad: a frozen embedding
-        below trained layers."""
+        """A number that requires grad: it keeps nodes in the graph of which no input does, as above a frozen embedding."""
         self.backwards = collections.defaultdict[int, Backward](lambda: Backward(self.offloader, self.gradient_sums))
         """Those that are under way, by autograd's number."""
         self.hiding: set[int] = set()
-        """Indices of layers of which a call has shown that their graph refers to the slot where autograd doesn't see it."""
+        """Indices of layers of which a call's graph has referred to the slot where autograd doesn't see it."""
         self._alive: weakref.WeakSet[GraphCall] = weakref.WeakSet()
 
     @property
@@ -466,7 +428,7 @@ class GraphCalls:
         split = BatchSplit.of_call(layer, args, kwargs, self.batch_cut)
         row = None
         if split.count == 1 and self.real is not None:
-            row, args, kwargs = layer.in_a_row(self.real, args, kwargs)
+            row, args, kwargs = layer.unpadded.in_a_row(self.real, args, kwargs)
         if self.batch_cut.size is not None or inputs_leave:
             inputs, _ = taken_apart((args, kwargs))
         if inputs_leave:
@@ -496,7 +458,7 @@ class GraphCalls:
         reals = [None] * split.count if self.real is None else self.real.of_pieces(split.sizes)
         for call, real, of_piece in zip(calls, reals, split.arguments(args, kwargs), strict=True):
             with output_recorder.apart() as recorded, no_writes_into(*of_piece, name):
-                call.row, own_args, own_kwargs = call.layer.in_a_row(real, *of_piece)
+                call.row, own_args, own_kwargs = call.layer.unpadded.in_a_row(real, *of_piece)
                 output = batch_of(call.row, call.run(slot, own_args, own_kwargs))
             tensors, put_together = taken_apart((output, recorded))
             rest = put_together([None] * len(tensors))
@@ -528,5 +490,5 @@ class GraphCalls:
         """Before gradients are read as a whole: sends those of which no hook has told: of a tensor, say, that depends on
         weights alone and wasn't returned."""
         for call in list(self._alive):
-            if call.state is CallState.WAITING and (found := call.take_gradients()):
+            if call.running_slot is None and call.task == -1 and (found := call.take_gradients()):
                 self.offloader.offload(call.layer, found)

@@ -28,10 +28,7 @@ from megatrain_accelerate.transfer.meter import UpdateGate
 
 class StreamedLayer:
     """A layer (streaming unit) of the model: its module, the host unit of its parameters, and how weights are bound to it.
-
-    ``index`` is its position among the model's layers, in discovery order. The module stays in the model and keeps its
-    attributes, buffers and children.
-    """
+    ``index`` is its position among the model's layers, in discovery order."""
 
     kind = "layer"
     """In messages, before the name."""
@@ -95,12 +92,6 @@ class StreamedLayer:
             with SampleAttention(row):
                 return self.forward(*args, **kwargs)
 
-    def in_a_row(
-        self, real: RealTokens | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[RealTokens | None, tuple[Any, ...], dict[str, Any]]:
-        """See :meth:`UnpaddedLayer.in_a_row`."""
-        return self.unpadded.in_a_row(real, args, kwargs, self.forward)
-
     def show_host_weights(self) -> None:
         """The parameters' data are the store's weights from now on."""
         for state in self.unit.states:
@@ -120,10 +111,8 @@ class StreamedLayer:
         return found
 
     def bound(self, weights: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-        """The module computes with ``weights`` (in entry order) instead of its parameters while the body runs.
-
-        Raises a StateError if a parameter of the module isn't the one that was adopted.
-        """
+        """The module computes with ``weights`` (in entry order) instead of its parameters while the body runs. A StateError if
+        a parameter of the module isn't the one that was adopted."""
         return _Bound(self, weights)
 
     def refuse_unfrozen(self) -> None:

@@ -1,18 +1,16 @@
 """A layer's call in pieces of its batch: the layer is fetched once and serves all of them.
 
-What holds a whole batch is cut along dimension 0, what all samples share goes to every piece. Anything else is refused: a
-wrong guess would train on wrong numbers without a word. How many samples there are is known from the model's own inputs,
-which have them along dimension 0: hidden states that have something else there (tokens) aren't cut.
+What holds a whole batch is cut along dimension 0, what all samples share goes to every piece; anything else is refused. How
+many samples there are is known from the model's own inputs: hidden states with something else in dimension 0 aren't cut.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
@@ -98,11 +96,6 @@ def rows_of(inputs: Any) -> frozenset[int]:
     return frozenset(tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim() >= 2)
 
 
-def batch_norms(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules, by name, that take statistics of a batch while they train."""
-    return ((name, norm) for name, norm in module.named_modules() if isinstance(norm, _BatchNorm))
-
-
 @dataclasses.dataclass(frozen=True)
 class BatchSplit:
     """How the tensors of one call are cut."""
@@ -118,10 +111,8 @@ class BatchSplit:
 
     @classmethod
     def of_call(cls, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], cut: BatchCut) -> BatchSplit:
-        """The split of a layer's call. An UnsupportedError if it isn't certain how to cut a larger batch or some argument.
-
-        The batch is dimension 0 of the call's first floating tensor of two dimensions or more, the hidden states (B, T, ...).
-        """
+        """The split of a layer's call. An UnsupportedError if it isn't certain how to cut a larger batch or some argument. The
+        batch is dimension 0 of the call's first floating tensor of two dimensions or more, the hidden states (B, T, ...)."""
         if cut.size is None:  # asked first: every call of a layer comes here
             return _WHOLE
         if not (layer.has_trainable or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))):
@@ -181,10 +172,8 @@ class BatchSplit:
 
     def joined(self, layer: str, pieces: Sequence[list[torch.Tensor]], outputs: int) -> list[torch.Tensor]:
         """What a call returns from what its pieces return: samples, or for recorded tensors the tokens of samples, in order.
-
-        The layer returned the first ``outputs`` of each piece's tensors; the rest was recorded. An UnsupportedError where one
-        doesn't have the piece's samples along dimension 0.
-        """
+        The first ``outputs`` of each piece's tensors were returned, the rest recorded. An UnsupportedError where one doesn't
+        have the piece's samples along dimension 0."""
         for size, piece in zip(self.sizes, pieces, strict=True):
             self._require_samples(layer, size, piece, outputs)
         return [torch.cat(column) for column in zip(*pieces, strict=True)]

@@ -16,10 +16,8 @@ _NO_TREES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[type, ...] = torch.Tensor) -> Any:
-    """Replaces each tensor (or object of ``kind``), in order, by what ``change`` returns for it.
-
-    A container in which nothing changes keeps its identity.
-    """
+    """Replaces each tensor (or object of ``kind``), in order, by what ``change`` returns for it; a container in which nothing
+    changes keeps its identity."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (tuple, list)):

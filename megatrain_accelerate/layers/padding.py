@@ -1,10 +1,8 @@
 """Padding: what a batch holds after the ends of its shorter sequences. Which tokens are padding, and when it may be left out.
 
-In a causal model what follows a sequence's end affects none of its tokens, and the loss only where a label asks for it.
-Without such labels what is computed there is never read: layers run on the other tokens alone (:mod:`.unpadded_layer`).
-
-B samples, T tokens of the longest, N tokens that are computed: the real ones, and some padding
-after them, so that N is a multiple of 64.
+In a causal model what follows a sequence's end affects none of its tokens, and the loss only where a label asks for it: layers
+run on the other tokens alone (:mod:`.unpadded_layer`). B samples, T tokens of the longest, N tokens that are computed: the
+real ones, and some padding after them, so that N is a multiple of 64.
 """
 
 from __future__ import annotations
@@ -92,8 +90,7 @@ class RealTokens:
         known, place = self._known_of(tensor)
         if place not in known:
             known[place] = tensor.index_select(dim, self.columns)
-        found: torch.Tensor = known[place]
-        return found
+        return known[place]
 
     def _known_of(self, tensor: torch.Tensor) -> tuple[dict[Any, Any], Any]:
         known = self._once.setdefault(tensor.untyped_storage(), {})
@@ -164,12 +161,9 @@ def may_leave_padding_out(model: nn.Module, layers: Collection[str]) -> bool:
 
 
 def real_tokens(inputs: Mapping[str, Any]) -> RealTokens | None:
-    """Those of a training forward that is called with ``inputs``, by name; None where all of the batch has to be computed.
-
-    The batch has a mask (B, T) that ends each sample, labels (B, T) none of which asks for what follows the end, and nothing
-    of another shape, of which a plan can't tell how much is real. Waits for the device, as transformers does when it looks
-    whether a mask hides anything.
-    """
+    """Those of a training forward that is called with ``inputs``, by name; None where all of the batch has to be computed. The
+    batch has a mask (B, T) that ends each sample, labels (B, T) none of which asks for what follows the end, and nothing of
+    another shape, of which a plan can't tell how much is real. Waits for the device, as transformers does."""
     mask, labels = inputs.get("attention_mask"), inputs.get("labels")
     if not (isinstance(mask, torch.Tensor) and isinstance(labels, torch.Tensor)):
         return None

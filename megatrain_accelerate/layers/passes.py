@@ -37,11 +37,8 @@ class _EndOfBackward:
 
 
 class Passes:
-    """Follows the calls of a model's layers, and says which come next.
-
-    The ``watch`` ends when a backward begins; ``on_end`` is called with autograd's number of one that has ended, and whether
-    it succeeded.
-    """
+    """Follows the calls of a model's layers, and says which come next. The ``watch`` ends when a backward begins; ``on_end``
+    is called with autograd's number of one that has ended, and whether it succeeded."""
 
     def __init__(
         self,
@@ -66,16 +63,13 @@ class Passes:
         """Forward passes whose backward is still to come."""
         self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
 
-    # ------------------------------------------------------------------ forward
-
     def begin_forward(self) -> None:
         """A forward of the whole model begins."""
         for order in (self.order, self._order_of_all):
             order.end_pass()
 
     def record(self, layer: StreamedLayer) -> tuple[Tape, int, OpenForward]:
-        """Notes a forward call that has a graph: returns its place, and a mark that the graph is to hold, so that it dies with
-        it."""
+        """Notes a forward call that has a graph: returns its place, and a mark that the graph is to hold, to die with it."""
         tape, position = (self._order_of_all if self.is_together else self.order).record(layer.index)
         open_forward = tape.open_forward()
         self.open.add(open_forward)
@@ -90,8 +84,6 @@ class Passes:
         if layer is self._last_layer:
             for group in self._groups:
                 group.wait_for_step()
-
-    # ------------------------------------------------------------------ backward
 
     def after_backward(self, tape: Tape, position: int) -> Sequence[int]:
         """Notes that the backward of a call has begun; returns the indices of the layers that are expected after it."""

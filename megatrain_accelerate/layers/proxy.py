@@ -1,8 +1,6 @@
-"""Proxies: layers of the user's model that keep class, names, attributes and children, but hold no weights.
-
-A proxy has attributes of its own in the place of its class's: a ``forward``, the streaming runtime's, and those by which
-modules are cast, moved, copied and pickled. Copies and pickles are plain modules.
-"""
+"""Proxies: layers of the user's model that keep class, names, attributes and children, but hold no weights. Each has
+attributes of its own in the place of its class's: a ``forward``, the streaming runtime's, and those by which modules are cast,
+moved, copied and pickled. Copies and pickles are plain modules."""
 
 from __future__ import annotations
 
@@ -45,10 +43,8 @@ def leave_checkpointing_off(modules: Iterable[nn.Module]) -> None:
 
 
 def _apply(layer: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """Does nothing, and says so once if ``to(dtype)`` or the like was asked for.
-
-    ``cuda()`` and the like would bring the whole model to the GPU, and put rounded weights in the masters' place.
-    """
+    """Does nothing, and says so once if ``to(dtype)`` or the like was asked for. ``cuda()`` and the like would bring the whole
+    model to the GPU, and put rounded weights in the masters' place."""
     first = next(layer.parameters(), None)
     # fn is any of to(), half(), cuda(), ...: what it does to an empty tensor tells.
     if first is not None and fn(first.new_empty(0)).dtype != first.dtype:
@@ -70,9 +66,7 @@ def _reduced(layer: nn.Module, before_copy: Callable[[], None], protocol: Any) -
 
 def install_proxy(layer: nn.Module, runner: Callable[..., Any], before_copy: Callable[[], None]) -> Callable[..., Any]:
     """Turns ``layer`` into a proxy whose forward is ``runner(layer, *args, **kwargs)``; returns its own, bound, as it was.
-
-    ``before_copy`` is called before it is copied or pickled.
-    """
+    ``before_copy`` is called before it is copied or pickled."""
     original: Any = type(layer)
     # An instance's own forward was patched in by somebody before us.
     forward = layer.__dict__.pop("forward", None) or original.forward.__get__(layer, original)

@@ -1,8 +1,6 @@
-"""Resident groups: parameters outside the layers (embeddings, final norm, head). Weights stay on the device.
-
-Their masters and moments live on the host like everybody's, unless the plan moves the whole unit to the device
-(:func:`relocate`, of layers too). Their gradients are autograd's own, on the device, and leave it when the optimizer steps.
-"""
+"""Resident groups: parameters outside the layers (embeddings, final norm, head), whose weights stay on the device. Masters and
+moments live on the host like everybody's, unless the plan moves the whole unit to the device (:func:`relocate`, of layers
+too). Gradients are autograd's own, on the device, and leave it when the optimizer steps."""
 
 from __future__ import annotations
 
@@ -22,10 +20,8 @@ from megatrain_accelerate.transfer.streams import Streams
 
 
 class ResidentGroup:
-    """One module's own parameters, outside all layers.
-
-    The unit's weights on the host are the source of the device's copy after each step, behind that of ``layers_before``.
-    """
+    """One module's own parameters, outside all layers. The unit's weights on the host are the source of the device's copy
+    after each step, behind that of ``layers_before``."""
 
     def __init__(self, name: str, unit: HostUnit, layers_before: int, *, streams: Streams, meter: Meter) -> None:
         self.name, self.unit, self.layers_before = name, unit, layers_before
@@ -108,11 +104,9 @@ def relocate(
     host_kernels: HostKernels,
     moved: Callable[[HostUnit], None],
 ) -> None:
-    """Moves units between the host and the device. Nothing may be in flight.
-
-    ``targets`` says of each layer and resident group whether it is to live on the device; ``moved`` is called with each unit
-    that moved. A torch.OutOfMemoryError or HostMemoryError where a unit finds no room: those before it have moved.
-    """
+    """Moves units between the host and the device: of each layer and resident group ``targets`` says whether it is to live on
+    the device. ``moved`` is called with each unit that moved. Nothing may be in flight. A torch.OutOfMemoryError or
+    HostMemoryError where a unit finds no room: those before it have moved."""
     leaving = [part for part, stays in targets if part.unit.is_on_device and not stays]
     arriving = [part for part, comes in targets if comes and not part.unit.is_on_device]
     kernels = device_kernels(device, host_kernels) if arriving else host_kernels

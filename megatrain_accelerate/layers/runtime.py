@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from megatrain_accelerate.gradients.exchange import Exchange
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
 from megatrain_accelerate.gradients.offload import GradientOffloader, UnitStepper
 from megatrain_accelerate.gradients.outside import OutsideGradients
-from megatrain_accelerate.hooks import weakly
+from megatrain_accelerate.hooks import replaced, weakly
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.layers.caches import without_caches
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers, without_autocast_cache
@@ -70,12 +71,8 @@ LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class StreamingRuntime:
-    """Streams, slots, worker and gradients of one model.
-
-    Args:
-        layers: by index, with those of their experts that stream in parts.
-        groups: in model order.
-    """
+    """Streams, slots, worker and gradients of one model: its ``layers`` by index, with those of their experts that stream in
+    parts, and its ``groups`` in model order."""
 
     def __init__(
         self,
@@ -129,21 +126,13 @@ class StreamingRuntime:
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
         self.batch_cut = BatchCut(config.micro_batch_size)
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
-        parameters = [state.parameter for unit in self.units for state in unit.states]
-        self.watch = Watch(parameters, weakly(self.settle))
+        self.watch = Watch((state.parameter for state in self._states.values()), weakly(self.settle))
         """Of the parameters, from a step, a clipping or a backward that others follow to the next forward."""
         self.passes = Passes(
             self.layers, self.groups, self.prefetcher, self.offloader, self.watch, weakly(self._backward_is_over)
         )
         self.calls = GraphCalls(
-            device=streams.device,
-            passes=self.passes,
-            prefetcher=self.prefetcher,
-            offloader=self.offloader,
-            gradient_sums=self.gradient_sums,
-            activations=self.activations,
-            batch_cut=self.batch_cut,
-            compiled=self.compiled,
+            self.passes, self.prefetcher, self.offloader, self.gradient_sums, self.activations, self.batch_cut, self.compiled
         )
         self._parts: dict[int, Part] = {id(state): part for part in self.parts for state in part.unit.states}
         hook = weakly(self.resident_gradient_ready)
@@ -191,14 +180,11 @@ class StreamingRuntime:
         return self.offloader.promised_bytes + sum(unit.promised_bytes for unit in self.units)
 
     def in_forward_order(self) -> list[Part]:
-        """The parts in the order in which the next forward needs them, and in which they are stepped.
-
-        Layers, the experts of each behind it, and groups between the layers that they stand between.
-        """
-        order: list[tuple[int, int, Part]] = [(group.layers_before, 0, group) for group in self.groups]
-        order += [(layer.index, 1, layer) for layer in self.layers]
-        order += [(experts.index, 2, experts) for experts in self.experts]
-        return [part for _, _, part in sorted(order, key=lambda item: item[:2])]
+        """The parts in the order in which the next forward needs them, and in which they are stepped: layers, the experts of
+        each behind it, and groups between the layers that they stand between."""
+        order: list[tuple[int, Part]] = [(group.layers_before, group) for group in self.groups]
+        order += [(part.index, part) for part in (*self.layers, *self.experts)]
+        return [part for _, part in sorted(order, key=operator.itemgetter(0))]
 
     @property
     def gradients_leave(self) -> bool:
@@ -223,12 +209,8 @@ class StreamingRuntime:
     @contextlib.contextmanager
     def layers_run_by(self, runner: LayerRunner) -> Iterator[None]:
         """Proxies call ``runner(layer, args, kwargs)`` instead of streaming while the body runs."""
-        self.dry_run = runner
-        try:
-            with self.outside_tiles.at_work_anywhere():
-                yield
-        finally:
-            self.dry_run = None
+        with replaced(self, "dry_run", runner), self.outside_tiles.at_work_anywhere():
+            yield
 
     def run_layer(self, layer: StreamedLayer, _: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """The forward of a layer's proxy, its module."""
@@ -257,7 +239,7 @@ class StreamingRuntime:
             with without_graph, layer.bound(slot.views(layer.unit.layout)):
                 if self.calls.real is None:
                     return layer.run(args, kwargs)
-                row, args, kwargs = layer.in_a_row(self.calls.real, args, kwargs)
+                row, args, kwargs = layer.unpadded.in_a_row(self.calls.real, args, kwargs)
                 return batch_of(row, layer.run(args, kwargs, row))
         finally:
             self.prefetcher.release(slot)
@@ -290,7 +272,7 @@ class StreamingRuntime:
 
     @property
     def _nothing_streams(self) -> bool:
-        """Whether all layers live on the device, their experts too: their own parameters are what they compute with."""
+        """Whether all layers live on the device, their experts too, and compute with their own parameters."""
         return not self.experts and self.prefetcher.all_on_device
 
     @property
@@ -312,7 +294,7 @@ class StreamingRuntime:
         layer.own_parameters()
         self._refresh(layer)
         self.passes.wait_for_head(layer)
-        row, args, kwargs = layer.in_a_row(self.calls.real, args, kwargs)
+        row, args, kwargs = layer.unpadded.in_a_row(self.calls.real, args, kwargs)
         captures = self.compiled.wants(layer, row)
         with named_range(f"megatrain::forward ({layer.name})"), without_autocast_cache():
             if captures is None:
@@ -355,8 +337,7 @@ class StreamingRuntime:
             self.watch.begin()
         else:
             self._send_norms()
-            # From here on anybody may read `parameter.grad`, or let go of it. What lives on the device is there, and norms are
-            # waited for when they are read.
+            # From here on anybody may read `parameter.grad`, or let go of it. What lives on the device is there.
             if not self._nothing_streams:
                 with self.meter.blocked_by(Cause.BACKWARD_END), named_range("megatrain::wait_for_gradients"):
                     self.offloader.wait()
@@ -371,7 +352,7 @@ class StreamingRuntime:
         found = {state.row: state for state in self.sums.fresh.values() if state.parameter.grad is not None}
         self.sums.fresh.clear()
         exchange.note_found(found.values())
-        trained = [state for unit in self.units for state in unit.states if state.row is not None]
+        trained = [state for state in self._states.values() if state.row is not None]
         accumulated, found_by_any = exchange.gather_found(found)
         states = [state for state in trained if state.row in accumulated]
         with torch.no_grad():
@@ -418,8 +399,8 @@ class StreamingRuntime:
     # ------------------------------------------------------------------ placement
 
     def place(self, on_device: Collection[int], groups_on_device: bool) -> None:
-        """Moves weights, masters and moments of the layers ``on_device``, by index, and of the resident groups to where they
-        are to live. Between steps only; waits for everything in flight. Raises a StepWorkerError if an earlier step failed."""
+        """Moves weights, masters and moments to where they are to live: the layers ``on_device``, by index, and the resident
+        groups. Between steps only; waits for everything in flight. Raises a StepWorkerError if an earlier step failed."""
         targets: list[tuple[Part, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
         targets += [(group, groups_on_device) for group in self.groups]
         if all(part.unit.is_on_device == comes for part, comes in targets):
@@ -442,10 +423,8 @@ class StreamingRuntime:
     # ------------------------------------------------------------------ gradients as a whole
 
     def collect_gradients(self) -> None:
-        """Brings every gradient that is still on the device to the host store, and waits for it.
-
-        With several ranks an ``UnsupportedError`` for gradients of layers on the host that a script wrote to or assigned.
-        """
+        """Brings every gradient that is still on the device to the host store, and waits for it. With several ranks an
+        ``UnsupportedError`` for gradients of layers on the host that a script wrote to or assigned."""
         self.watch.end()
         self.calls.settle()
         self.offloader.wait()
@@ -488,10 +467,8 @@ class StreamingRuntime:
             self.offloader.send_from_device("norms", [s for s in states if s.parameter.grad is not None and not s.has_norm])
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Lets the next step scale the gradients so that their global norm is at most ``max_norm``.
-
-        Gradients of parameters of other modules are scaled in place, as torch does it. Returns the norm before, on the host.
-        """
+        """Lets the next step scale the gradients so that their global norm is at most ``max_norm``; those of other modules
+        are scaled in place, as torch does it. Returns the norm before, on the host."""
         self.collect_gradients()
         parameters = list(parameters)
         outside = any(self.state_of(p) is None and p.grad is not None for p in parameters)

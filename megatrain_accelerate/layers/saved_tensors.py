@@ -1,9 +1,7 @@
-"""What autograd saves of a layer that stays in its graph: weights as places in a slot, the rest checked as autograd would.
-
-A view of a slot is saved as the place where it lies, and read again from whatever slot holds the layer when its backward
-comes. ``saved_tensors_hooks`` switch off autograd's own check that nobody wrote to a saved tensor, and hide the hooks of who
-is around the layer (activation checkpointing, ``save_on_cpu``): both are made good here.
-"""
+"""What autograd saves of a layer that stays in its graph: weights as places in a slot, read again from whatever slot holds the
+layer when its backward comes, the rest checked as autograd would. ``saved_tensors_hooks`` switch off autograd's own check that
+nobody wrote to a saved tensor, and hide the hooks of who is around the layer (activation checkpointing, ``save_on_cpu``): both
+are made good here."""
 
 from __future__ import annotations
 
@@ -19,10 +17,8 @@ from megatrain_accelerate.transfer.streams import WeightSlot
 
 
 class SlotPlace(NamedTuple):
-    """A view of a layer's slot, without the slot.
-
-    The ``slot()`` of its reader, a call of the layer, is the one that holds the layer's weights now; within a backward only.
-    """
+    """A view of a layer's slot, without the slot: the ``slot()`` of its reader, a call of the layer, is the one that holds the
+    layer's weights now; within a backward only."""
 
     reader: Any
     dtype: torch.dtype
@@ -42,8 +38,7 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 def innermost_hooks() -> Hooks | None:
     """The hooks that act now."""
-    found: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return found
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):  # before torch 2.6, which doesn't tell
@@ -66,12 +61,8 @@ if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):  # befor
 
 
 class SavedTensors:
-    """The hooks under which one run of a layer saves what its backward needs.
-
-    Args:
-        slots: by address; what lies in one is its reader's.
-        offloaded: collects what goes to the host; None where it stays on the device.
-    """
+    """The hooks under which one run of a layer saves what its backward needs. What lies in one of the ``slots``, by address,
+    is its reader's; ``offloaded`` collects what goes to the host, None where it stays on the device."""
 
     def __init__(self, slots: Mapping[int, WeightSlot], offloaded: Recording | None = None) -> None:
         self._slots, self._offloaded = slots, offloaded

@@ -1,8 +1,8 @@
 """Mappings by which layers pass tensors to later layers besides their outputs (shared keys and values of Gemma 3n and 4).
 
 The model passes one mapping to all layers: some write entries, later ones read them. Each run of a layer, a recompute as well,
-gets its own copy. After the forward run its changes are applied to the model's mapping. Transformers uses ``UserDict`` here,
-since wrappers that rebuild every plain dict would lose what layers write.
+gets its own copy, whose changes are applied to the model's after the forward. Transformers uses ``UserDict`` here: wrappers
+that rebuild plain dicts would lose what layers write.
 """
 
 from __future__ import annotations
@@ -39,11 +39,8 @@ def has_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def with_copies(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls ``run(args, kwargs)``, which comes to :func:`run_with_mappings`, with copies of the mappings among the arguments.
-
-    Pytree may take them apart and rebuild them in between. Applies the layer's changes to the model's mappings and returns
-    the layer's own output.
-    """
+    """Calls ``run(args, kwargs)``, which comes to :func:`run_with_mappings`, with copies of the mappings among the arguments,
+    which pytree may rebuild. Applies the layer's changes to the model's mappings; returns the layer's own output."""
     mappings = [value for value in (*args, *kwargs.values()) if isinstance(value, UserDict)]
     if not mappings:
         return run(args, kwargs)
@@ -81,10 +78,8 @@ def _replaced(kind: type, others: Sequence[Any], args: tuple[Any, ...], kwargs: 
 
 @contextlib.contextmanager
 def no_writes_into(args: tuple[Any, ...], kwargs: dict[str, Any], layer: str) -> Iterator[None]:
-    """Raises an UnsupportedError for a layer that changes lists, dicts or objects among its arguments in the block.
-
-    A recompute would change them again; and changes by pieces of a batch can't be joined.
-    """
+    """Raises an UnsupportedError for a layer that changes lists, dicts or objects among its arguments in the block: a
+    recompute would change them again, and changes by pieces of a batch can't be joined."""
     leaves, structure = tree_flatten((args, kwargs))
     objects = [o for o in leaves if hasattr(o, "__dict__") and not isinstance(o, (torch.Tensor, nn.Module, type))]
     held = [_held_tensors(value) for value in objects]
@@ -110,9 +105,7 @@ def no_writes_to(
     tensors: Sequence[torch.Tensor], layer: str, torch_refuses: str = "leaf Variable that requires grad"
 ) -> Iterator[None]:
     """Raises an UnsupportedError for a layer that writes to its input tensors in place when it runs in the block.
-
-    ``torch_refuses`` is part of torch's error where it writes to what it is given of them.
-    """
+    ``torch_refuses`` is part of torch's error where it writes to what it is given of them."""
     versions = [tensor._version for tensor in tensors]
     cause: RuntimeError | None = None
     try:

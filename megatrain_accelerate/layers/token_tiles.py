@@ -4,11 +4,10 @@ B samples, T tokens, D hidden. A part (an MLP, a norm) keeps its input alone; in
 graph, and its weights' gradients are summed in fp32. The idea is that of chunked feed-forward layers (Liu and Abbeel, arXiv
 2305.19370) and of DeepSpeed's tiled MLP (arXiv 2506.13996).
 
-Which parts treat every token alone is tried out on a few tokens, so that no model has to be known by name. A token that isn't
-a number spoils whatever is computed from it: sums, products and softmaxes pass NaN on whatever the weights are. If one spoilt
-token spoils no other, and some tokens alone give what they give among others, then a part may run on one part of a sequence
-after the other. Decisions (which expert, which tokens are dropped) pass no NaN on, and random numbers would be others: parts
-with either aren't taken.
+Which parts treat every token alone is tried out on a few tokens, so that no model has to be known by name. Sums, products and
+softmaxes pass NaN on whatever the weights are: if a token that is made NaN spoils no other, and some tokens alone give what
+they give among others, a part may run on one tile after the other. Decisions (which expert, which tokens are dropped) pass no
+NaN on, and random numbers would be others: parts with either aren't taken.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ _WEIGHT = 0.01
 _TOLERANCE = 0.02
 """Between tokens alone and among others, relative to the largest: kernels for other sizes round otherwise, in bf16 by 0.4%."""
 _WORTH_TILING = 2.5
-"""What a part makes on its way, in sizes of its output, below which its tiles would save nothing: a product is 1, with a
-bias 2 at most."""
+"""What a part makes, in sizes of its output, below which tiles save nothing: a product is 1, with a bias 2 at most."""
 _Tile = TypeVar("_Tile")
 _runs_few = False
 _times = 1
@@ -65,10 +63,8 @@ def is_plain(argument: Any) -> bool:
 
 @contextlib.contextmanager
 def few_tiles() -> Iterator[None]:
-    """Loops over tiles run few of them in the body, in every thread: autograd has its own.
-
-    Operations on tensors without data take as long as launches, and a million tokens have hundreds of tiles, which are alike.
-    """
+    """Loops over tiles run few of them in the body, in every thread (autograd has its own): without data all are alike, and
+    each operation takes as long as a launch."""
     global _runs_few, _times
     before, _runs_few = _runs_few, True
     try:
@@ -83,11 +79,8 @@ def times() -> int:
 
 
 def tiles(every: Sequence[_Tile]) -> Iterator[_Tile]:
-    """The tiles of a loop, or parts of experts, in order; under :func:`few_tiles` some of them.
-
-    Those are the first two and the last: the first may find things that the others find made (a sum to add to), and the second
-    counts for all between, which are of its size.
-    """
+    """The tiles of a loop, or parts of experts, in order; under :func:`few_tiles` the first two and the last: the first may
+    make things that the others find (a sum to add to), and the second counts for all between, which are of its size."""
     global _times
     if not _runs_few or len(every) < 4:
         yield from every
@@ -118,10 +111,8 @@ class TokenTiles:
 
     @classmethod
     def of_norms(cls, model: nn.Module, modules: Iterable[nn.Module]) -> TokenTiles:
-        """Those of norms among modules outside the layers, which have weights but no matrix.
-
-        A last norm makes, in fp32, several tensors twice as large as its input.
-        """
+        """Those of norms among modules outside the layers, which have weights but no matrix. A last norm makes, in fp32,
+        several tensors twice as large as its input."""
         names = {module: name for name, module in model.named_modules()}
         parameters = {module: list(module.parameters()) for module in modules}
         return cls((names[m], m) for m, own in parameters.items() if own and all(p.dim() == 1 for p in own))
@@ -334,21 +325,16 @@ class _TiledFunction(torch.autograd.Function):
 
 
 def examine(call: PartCall, dim: int) -> str | None:
-    """Tries a part on a few made-up tokens along ``dim``; returns why it isn't to run by tiles, else None.
-
-    Of the tensors of the ``call`` only shapes, dtypes and the device count.
-    """
-
-    def tried(device: torch.device) -> str | None:
-        return _examine(call.run, [_made_up(example, dim, device) for example in call.tensors], dim)
-
-    has_buffers = any(True for _ in call.part.buffers())  # statistics, say
-    return "it has buffers" if has_buffers else tried_out(call.part, call.tensors[0].device, tried)
+    """Tries a part on a few made-up tokens along ``dim``; returns why it isn't to run by tiles, else None. Of the tensors of
+    the ``call`` only shapes, dtypes and the device count."""
+    if any(True for _ in call.part.buffers()):  # statistics, say
+        return "it has buffers"
+    return tried_out(call.part, call.tensors[0].device, functools.partial(_examine, call, dim))
 
 
 def tried_out(module: nn.Module, device: torch.device, trial: Callable[[torch.device], str | None]) -> str | None:
-    """Calls ``trial`` with the device to try a module on, which has constants in the place of weights and buffers meanwhile.
-    Random generators stay as they are, and no mode sees it. Returns what it returns, or why the module can't be tried out."""
+    """Calls ``trial`` with the device to try a module on, which has constants in the place of weights and buffers meanwhile;
+    random generators stay as they are, and no mode sees it. Returns what it returns, or why the module can't be tried."""
     if device.type == "cuda" and not torch.cuda.is_available():
         device = torch.device("cpu")
     stores: list[dict[str, Any]] = [store for child in module.modules() for store in (child._parameters, child._buffers)]
@@ -372,10 +358,11 @@ def tried_out(module: nn.Module, device: torch.device, trial: Callable[[torch.de
                 store.update(held)
 
 
-def _examine(call: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor], dim: int) -> str | None:
+def _examine(call: PartCall, dim: int, device: torch.device) -> str | None:
+    inputs = [_made_up(example, dim, device) for example in call.tensors]
     versions = [tensor._version for tensor in inputs]
     with _Watch() as watch:
-        whole = call(inputs)
+        whole = call.run(inputs)
     if watch.decision is not None:
         return watch.decision
     if not isinstance(whole, torch.Tensor) or whole.dim() <= dim or whole.shape[: dim + 1] != inputs[0].shape[: dim + 1]:
@@ -389,10 +376,10 @@ def _examine(call: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tenso
         for tensor in spoilt:
             tensor.select(dim, token).fill_(float("nan"))
         others = [place for place in range(_TOKENS) if place != token]
-        found = call(spoilt).index_select(dim, torch.tensor(others, device=whole.device))
+        found = call.run(spoilt).index_select(dim, torch.tensor(others, device=whole.device))
         if bool(found.isnan().any()):
             return "a token's output depends on other tokens"
-    alone = call([_part(tensor, dim) for tensor in inputs])
+    alone = call.run([_part(tensor, dim) for tensor in inputs])
     expected = _part(whole, dim)
     if alone.shape != expected.shape:
         return "it doesn't return one tensor of a row for each token"

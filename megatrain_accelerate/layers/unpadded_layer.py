@@ -1,22 +1,22 @@
 """A layer's call on a batch's real tokens alone: nothing of the layer computes padding.
 
 The tokens of all samples stand behind one another, as one row (1, N, ...) instead of (B, T, ...), and each sample attends to
-itself alone. Flash attention takes such rows together with where their samples begin (Dao, arXiv 2307.08691). BERT was trained
-so (Zeng et al., arXiv 2208.08124), and transformers does it in the data collator (``DataCollatorWithFlattening``). The engine
-makes the row before each layer and the batch behind it, so model, script and collator needn't know.
+itself alone. Flash attention takes such rows together with where their samples begin (Dao, arXiv 2307.08691), as in BERT's
+training (Zeng et al., arXiv 2208.08124) and transformers' ``DataCollatorWithFlattening``. The engine makes the row before each
+layer and the batch behind it, so model, script and collator needn't know.
 
-Whether a layer can run so is tried out on two made-up samples, so that no model has to be known by name. One sample's tokens
-are made NaN: the other's results and gradients must stay finite. Its results must also equal those of that sample alone. So a
-layer that mixes tokens by other means than torch's attention (a convolution, a recurrence) computes padding, and so does one
-that draws random numbers.
+Whether a layer can run so is tried out on two made-up samples. One sample's tokens are made NaN: the other's results and
+gradients must stay finite, and its results equal those of that sample alone. So a layer that mixes tokens by other means than
+torch's attention (a convolution, a recurrence) computes padding, and so does one that draws random numbers.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,8 +35,7 @@ from megatrain_accelerate.layers.token_tiles import code_of, is_plain, tried_out
 _LENGTHS = (3, 5)
 """Tokens of the samples of a trial."""
 _TOLERANCE = 0.02
-"""Allowed difference of a sample alone from itself in the row, as a share of the largest result: kernels for other sizes round
-otherwise (0.4% in bf16)."""
+"""Allowed difference of a sample alone from itself in the row, as a share of the largest result; see :mod:`.token_tiles`."""
 _HALVES = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD = 256
 """Flash attention takes heads of at most so many numbers, in multiples of 8."""
@@ -58,36 +57,38 @@ class _Role(enum.Enum):
     NUMBER = ""
 
 
+class _Call(NamedTuple):
+    """The tensors among a call's arguments, their roles (None if unknown), and what puts others in their places."""
+
+    tensors: Sequence[torch.Tensor]
+    roles: Sequence[_Role | None]
+    put_together: Callable[[Any], Any]
+
+
 class UnpaddedLayer:
     """How a layer of the model is called with real tokens alone, if it can be."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module, self._forward = module, module.forward
         self._found: dict[Hashable, str | None] = {}
         """The same for this layer, by what may change of it or its call from one step to the next."""
 
     def in_a_row(
-        self, real: RealTokens | None, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any]
+        self, real: RealTokens | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[RealTokens | None, tuple[Any, ...], dict[str, Any]]:
-        """Returns the real tokens, and the arguments of the layer's ``forward`` as one row of them; None, and the arguments
-        unchanged, where padding is computed."""
+        """The real tokens, and the layer's arguments as one row of them; None, and they unchanged, where padding is
+        computed."""
         if real is None or innermost_hooks() is not None:  # a checkpoint around it runs it again without the tokens
             return None, args, kwargs
         tensors, put_together = taken_apart((args, kwargs))
-        roles = [_role(tensor, real) for tensor in tensors]
-        if not self._can(real, tensors, roles, put_together, forward):
+        call = _Call(tensors, [_role(tensor, real) for tensor in tensors], put_together)
+        if not self._can(call, real):
             return None, args, kwargs
-        row = [_in_a_row(tensor, role, real) for tensor, role in zip(tensors, roles, strict=True)]
+        row = [_in_a_row(tensor, role, real) for tensor, role in zip(tensors, call.roles, strict=True)]
         return (real, *put_together(row))
 
-    def _can(
-        self,
-        real: RealTokens,
-        tensors: Sequence[torch.Tensor],
-        roles: Sequence[_Role | None],
-        put_together: Callable[[Any], Any],
-        forward: Callable[..., Any],
-    ) -> bool:
+    def _can(self, call: _Call, real: RealTokens) -> bool:
+        tensors, roles, put_together = call
         rest = put_together([...] * len(tensors))
         if None in roles or not all(map(is_plain, (*rest[0], *rest[1].values()))):
             return False
@@ -99,7 +100,7 @@ class UnpaddedLayer:
         dtypes = [tensor.dtype for tensor in tensors]
         key = (*roles, *dtypes, *plain, *modules, torch.is_autocast_enabled(), has_hooks_inside(self._module))
         if key not in self._found:
-            self._found[key] = self._reason_against(key, rest, tensors, put_together, forward)
+            self._found[key] = self._reason_against(key, rest, call)
         if self._found[key] is not None or self._window() < real.width:
             return False
         masks = (tensor for tensor, role in zip(tensors, roles, strict=True) if role is _Role.MASK)
@@ -110,14 +111,7 @@ class UnpaddedLayer:
         windows = (getattr(child, "sliding_window", None) for child in self._module.modules())
         return min((window for window in windows if isinstance(window, int)), default=float("inf"))
 
-    def _reason_against(
-        self,
-        key: Hashable,
-        rest: Any,
-        tensors: Sequence[torch.Tensor],
-        put_together: Callable[[Any], Any],
-        forward: Callable[..., Any],
-    ) -> str | None:
+    def _reason_against(self, key: Hashable, rest: Any, call: _Call) -> str | None:
         if has_hooks_inside(self._module):  # who watches modules within it should see a batch
             return "hooks are registered inside it"
         children = [child for child in self._module.modules() if child is not self._module]
@@ -126,14 +120,11 @@ class UnpaddedLayer:
             return "it counts tokens by itself"
         if any(map(is_proxy, children)):
             return "its experts stream in parts"  # a trial of theirs would be taken for a call of the layer's
-        shapes = tuple((tensor.shape[2:], tensor.dtype, tensor.device.type) for tensor in tensors)
+        shapes = tuple((tensor.shape[2:], tensor.dtype, tensor.device.type) for tensor in call.tensors)
         kind = (key, code_of(self._module), shapes, repr(rest))
         if kind not in verdicts:
-
-            def tried(device: torch.device) -> str | None:
-                return _examine(key[: len(tensors)], tensors, put_together, forward, device)  # type: ignore[index]
-
-            verdicts[kind] = tried_out(self._module, tensors[0].device, tried)
+            trial = functools.partial(_examine, call, self._forward)
+            verdicts[kind] = tried_out(self._module, call.tensors[0].device, trial)
         return verdicts[kind]
 
 
@@ -223,8 +214,7 @@ def attend_within_samples(
         made = torch.ops.aten._flash_attention_forward(
             *by_token, begins, begins, longest, longest, dropout_p, True, False, scale=scale
         )
-        attended: torch.Tensor = made[0].transpose(0, 1)[None]
-        return attended
+        return made[0].transpose(0, 1)[None]
     if counts is None and query.is_cuda:
         raise UnsupportedError("attention of a compiled row needs flash attention, which doesn't take these heads")
     if counts is None:
@@ -240,14 +230,9 @@ def attend_within_samples(
     return torch.cat(each, dim=2)
 
 
-def _examine(
-    roles: Sequence[_Role | None],
-    tensors: Sequence[torch.Tensor],
-    put_together: Callable[[Any], Any],
-    forward: Callable[..., Any],
-    device: torch.device,
-) -> str | None:
+def _examine(call: _Call, forward: Callable[..., Any], device: torch.device) -> str | None:
     """Tries a layer on one row of two made-up samples, and on one of them alone. Returns why it computes padding, or None."""
+    tensors, roles, put_together = call
     first, second = _LENGTHS
     real = RealTokens.of_counts(_LENGTHS, _LENGTHS, second, device)
     row = [_made_up(tensor, role, device) for tensor, role in zip(tensors, roles, strict=True)]

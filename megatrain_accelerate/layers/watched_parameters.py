@@ -1,11 +1,10 @@
 """Notices the first access to a model's parameters while Python would see old weights or gradients in them.
 
 ``optimizer.step()`` returns before the weights are stepped, gradients of a micro-batch arrive after its backward has returned,
-and clipping leaves the gradients to the step, which multiplies them. Whoever looks in between (a callback, an average of the
-weights, a loop that logs norms) must see what plain PyTorch shows. So the parameters' class is, until the next backward, a
-subclass with ``__torch_function__``, which torch calls for each function, method and attribute of theirs. The first call that
-could read or change values brings all up to date and ends the watch. If nobody looks, a watch costs two assignments of
-``__class__`` a parameter, and ``zero_grad()`` one call of Python.
+and clipping leaves the gradients to the step. Whoever looks in between (a callback, an average of the weights) must see what
+plain PyTorch shows. So the parameters' class is, until the next backward, a subclass with ``__torch_function__``, which torch
+calls for each function, method and attribute of theirs. The first call that could read or change values brings all up to date
+and ends the watch. If nobody looks, a watch costs two assignments of ``__class__`` a parameter, and ``zero_grad()`` one call.
 """
 
 from __future__ import annotations
@@ -25,11 +24,8 @@ _settling = threading.RLock()
 
 
 class Watch:
-    """Watches the parameters of one model.
-
-    ``settle`` brings weights and gradients to what plain PyTorch would show; it is called when one is touched, or at once
-    where one has another class than ``nn.Parameter`` and can't be watched.
-    """
+    """Watches the parameters of one model. ``settle`` brings weights and gradients to what plain PyTorch would show; it is
+    called when one is touched, or at once where one has another class than ``nn.Parameter`` and can't be watched."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], settle: Callable[[], None]) -> None:
         self._parameters = list(parameters)
@@ -75,12 +71,6 @@ def unwatched() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def _settle_all() -> None:
-    with _settling:  # another thread that looks meanwhile waits here
-        for watch in list(_watches):
-            watch.settle()
-
-
 _tensor: Any = torch.Tensor
 _PROPERTIES = (
     *("shape", "device", "dtype", "layout", "ndim", "nbytes", "itemsize", "names", "requires_grad", "is_leaf"),
@@ -115,7 +105,9 @@ class _WatchedParameter(nn.Parameter):
             return None
         drops = func == _GRADIENT.__set__ and args[1] is None
         if not drops and func not in _HARMLESS:
-            _settle_all()
+            with _settling:  # another thread that looks meanwhile waits here
+                for watch in list(_watches):
+                    watch.settle()
             if any(kind is not cls for kind in types):  # tensors of another class have a say in what comes out
                 return func(*args, **(kwargs or {}))
         with unwatched():

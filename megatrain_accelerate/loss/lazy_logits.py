@@ -1,8 +1,7 @@
-"""Logits that are made only if somebody reads them, and the head that returns them. :class:`LazyLogits` is what the head
-returns in training: a tensor with shape, dtype, device and a place in the autograd graph, but no memory. Views that keep the
-vocabulary axis whole and element-wise operations with numbers are recorded on it; ``cross_entropy`` of it runs by tiles;
-anything else makes the values, by the operations that plain PyTorch would have run. Recording happens below autograd, so that
-every gradient that reaches it, by whatever way, finds PyTorch's own nodes."""
+"""Logits that are made only if somebody reads them, and the head that returns them in training: :class:`LazyLogits`, a tensor
+with shape, dtype, device and a place in the autograd graph, but no memory. Views that keep the vocabulary axis whole and
+element-wise operations with numbers are recorded on it; ``cross_entropy`` of it runs by tiles; anything else makes the values,
+by the operations of plain PyTorch. Recording happens below autograd: gradients find PyTorch's own nodes."""
 
 from __future__ import annotations
 
@@ -203,8 +202,7 @@ def lazy_linear(
     ``weights_version`` changes whenever the weights do; logits that are read after that can't be made. A loss of them looks
     which tokens have a label if the batch has ``real`` ones among others; for that it waits for the device."""
     call = HeadCall(hidden, weight, bias, weights_version, weights_version(), real)
-    logits: LazyLogits = _LazyLinear.apply(hidden, weight, bias, call)
-    return logits
+    return _LazyLinear.apply(hidden, weight, bias, call)
 
 
 def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:

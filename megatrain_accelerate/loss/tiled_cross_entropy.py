@@ -1,10 +1,7 @@
 """Cross entropy of a linear head, by tiles of tokens, forward and gradient at once. Of the logits one tile exists at a time,
-and becomes its own gradient in place; the gradients of hidden states, weight and bias are summed as tiles go by, and backward
-only scales them. Fusing loss and head in this way is known from Liger Kernel (arXiv 2410.10989) and Cut Cross-Entropy (arXiv
-2411.09009); here the element-wise part is the user's own chain of torch operations, differentiated by autograd on each strip.
-
-Shapes: N tokens, V vocabulary, D hidden, n tokens of a tile.
-"""
+and becomes its own gradient in place; gradients of hidden states, weight and bias are summed, and backward only scales them.
+Liger Kernel (arXiv 2410.10989) and Cut Cross-Entropy (arXiv 2411.09009) fuse loss and head so; here the element-wise part is
+the user's own chain of torch operations. Shapes: N tokens, V vocabulary, D hidden, n tokens of a tile."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from megatrain_accelerate.kernels.host import AdamArguments
 from megatrain_accelerate.layers.layer import ExpertPart, StreamedExperts
 from megatrain_accelerate.layers.resident import Part, ResidentGroup
 from megatrain_accelerate.layers.runtime import StreamingRuntime
-from megatrain_accelerate.optim.host_step import HostStep, narrowed_to
+from megatrain_accelerate.optim.host_step import HostStep, narrowed_to, parameters_of
 from megatrain_accelerate.optim.moment_states import (
     MOMENT_KEYS,
     RESIDUAL_KEY,
@@ -95,7 +95,7 @@ class FusedStep(HostStep):
         self._group_of: dict[int, dict[str, Any]] = {}
         self._stepped_in_backward: dict[int, AdamArguments] = {}
         # Views of an earlier engine's store would keep all of it.
-        idle = [p for p in self.parameters(optimizer) if not runtime.trains(p) and id(p) in self._trained_before]
+        idle = [p for p in parameters_of(optimizer) if not runtime.trains(p) and id(p) in self._trained_before]
         own_copies([optimizer.state.get(parameter) for parameter in idle], runtime.config.host_memory_gib)
         self.set_schedule(schedule)
 
@@ -188,8 +188,7 @@ class FusedStep(HostStep):
 
     def _entry(self, states: dict[Any, dict[str, Any]], state: ParameterState) -> dict[str, Any]:
         """What the optimizer's ``states`` have for a parameter now, whose moments are made if they weren't. Where somebody
-        emptied or changed it the store follows, behind the steps that still write the moments; else it costs a few
-        look-ups."""
+        emptied or changed it the store follows, behind the steps that still write the moments."""
         if state.moments is None:
             self.runtime.part_of(state).unit.allocate("moments", touch=False)  # the step does, and nobody waits for it
         entry = states[state.parameter]
@@ -267,12 +266,10 @@ class FusedStep(HostStep):
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
-        """Fixes the step's settings and gradients, and hands the arithmetic to the worker.
-
-        ``own_step``, the optimizer's original one, steps the parameters of other modules. Raises what :meth:`begin_step`,
-        :meth:`allows` and :func:`refuse_unfused` do, and a StateError where layers were stepped in backward with other
-        settings than those of now, or gradients that should have passed are still there.
-        """
+        """Fixes the step's settings and gradients, and hands the arithmetic to the worker. ``own_step``, the optimizer's
+        original one, steps the parameters of other modules. Raises what :meth:`begin_step`, :meth:`allows` and
+        :func:`refuse_unfused` do, and a StateError where layers were stepped in backward with other settings than those of
+        now, or gradients that should have passed are still there."""
         runtime = self.runtime
         self.begin_step()
         if runtime.ranks is not None:
@@ -324,7 +321,7 @@ class FusedStep(HostStep):
 
     def _refuse_rewritten(self, optimizer: Optimizer, done: dict[int, AdamArguments]) -> None:
         """Gradients that were used in backward must still be what they were."""
-        found = [self.runtime.state_of(parameter) for parameter in self.parameters(optimizer) if id(parameter) in done]
+        found = [self.runtime.state_of(parameter) for parameter in parameters_of(optimizer) if id(parameter) in done]
         rewritten = sum(state is None or not state.has_norm or state.is_rewritten for state in found)
         if rewritten:
             raise StateError(

@@ -1,8 +1,6 @@
-"""The optimizer that the Trainer sees: the user's own object, whose ``step()`` works on the host store.
-
-The object stays the same, since schedulers hold it; only its class is swapped for a subclass made here. Adam and AdamW
-run the fused kernel, deferred; any other torch optimizer runs its own ``step()`` on fp32 masters.
-"""
+"""The optimizer that the Trainer sees: the user's own object, since schedulers hold it, whose ``step()`` works on the host
+store. Only its class is swapped for a subclass made here. Adam and AdamW run the fused kernel, deferred; any other torch
+optimizer runs its own ``step()`` on fp32 masters."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from megatrain_accelerate.layers.resident import ResidentGroup
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.watched_parameters import unwatched
 from megatrain_accelerate.optim.fused_step import UNFUSED_OPTIONS, FusedStep, refuse_unfused
-from megatrain_accelerate.optim.host_step import HostStep
+from megatrain_accelerate.optim.host_step import HostStep, parameters_of
 from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, shown_in_fp32, take_residual, without_residual
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.transfer.meter import Cause
@@ -31,12 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> HostStep:
-    """Makes ``optimizer`` step on the host store of ``runtime``. Its identity, groups and defaults stay.
-
-    It may also hold parameters that don't stream; an UnsupportedError for trained ones of another streamed model, or an
-    optimizer that can't work with the settings. ``schedule``: ``deferred``, ``backward`` or ``serial``; other optimizers than
-    Adam and AdamW are always serial.
-    """
+    """Makes ``optimizer`` step on the host store of ``runtime``. Its identity, groups and defaults stay. It may also hold
+    parameters that don't stream; an UnsupportedError for trained ones of another streamed model, or an optimizer that can't
+    work with the settings. ``schedule``: ``deferred``, ``backward`` or ``serial``, as all but Adam and AdamW are."""
     runtime.drain()  # steps of an optimizer before this one still write the moments
     optimizer.__class__ = getattr(type(optimizer), "_megatrain_original_class", type(optimizer))
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -159,7 +154,7 @@ class MasterStep(HostStep):
         self._stepped: set[int] = set()
         """``id`` of each parameter whose master was stepped, or came with a checkpoint."""
         super().__init__(optimizer, runtime)
-        for parameter in self.parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             if runtime.state_of(parameter) is None and id(parameter) not in self._trained_before:
                 continue
             entry = optimizer.state.get(parameter) or {}
@@ -176,11 +171,9 @@ class MasterStep(HostStep):
         )
 
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
-        """Shows the optimizer fp32 masters and gradients in the place of the weights, and writes back what it made.
-
-        Parameters of other modules are stepped as they are. Takes 8 bytes a streamed parameter of host memory while it runs,
-        besides the optimizer's own state. Raises what :meth:`begin_step` and :meth:`allows` do.
-        """
+        """Shows the optimizer fp32 masters and gradients in the place of the weights, and writes back what it made. Parameters
+        of other modules are stepped as they are. Takes 8 bytes a streamed parameter of host memory while it runs, besides the
+        optimizer's own state. Raises what :meth:`begin_step` and :meth:`allows` do."""
         runtime = self.runtime
         self.begin_step()
         found, outside = self.with_gradients(optimizer)
@@ -236,7 +229,7 @@ class MasterStep(HostStep):
                 if not entries[key]:
                     del entries[key]  # many optimizers make their state where there is no entry, and only there
         with contextlib.ExitStack() as replaced:
-            for parameter in self.parameters(optimizer):
+            for parameter in parameters_of(optimizer):
                 if (state := self.runtime.state_of(parameter)) is not None:
                     likeness = torch.empty((), dtype=torch.float32).expand(parameter.shape)
                     replaced.enter_context(state.handle.replaced(likeness, None))

@@ -1,8 +1,5 @@
-"""What every host optimizer does before its arithmetic: its parameters, their gradients, the norm that allows a step.
-
-Parameters of the optimizer that aren't the streamed model's (a loss's own weights, a head, a temperature)
-live on the device as in plain PyTorch, and the optimizer's own ``step()`` steps them.
-"""
+"""What every host optimizer does before its arithmetic: its parameters, their gradients, the norm that allows a step. Those of
+other modules (a loss, a head) live on the device, where the optimizer's own ``step()`` steps them."""
 
 from __future__ import annotations
 
@@ -43,8 +40,12 @@ ENGINE_CLOSED = (
 
 def driver_of(optimizer: Optimizer) -> HostStep | None:
     """What stepped the optimizer last on a host store, or None if nothing ever did."""
-    driver: HostStep | None = optimizer.__dict__.get("_megatrain_driver")
-    return driver
+    return optimizer.__dict__.get("_megatrain_driver")
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    """Those that an optimizer holds, in group order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class HostStep(UnitStepper):
@@ -59,17 +60,14 @@ class HostStep(UnitStepper):
         self._trained_before = before.parameter_ids if before is not None else set()
         self.parameter_ids: set[int] = set()
         """``id`` of each parameter of the model that the optimizer has held since it was adopted."""
-        self.hold(self.parameters(optimizer))
+        self.hold(parameters_of(optimizer))
         optimizer.__dict__["_megatrain_driver"] = self
         runtime.steppers.append(self)
 
     def hold(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The optimizer holds these parameters from now on, too.
-
-        Trained ones that aren't the model's go to the device, where they are stepped. The model's own that were frozen when
-        it was prepared wait for that to be done anew; those that have left the model wait on the host for a gradient.
-        Raises ``UnsupportedError`` where some are trained ones of another streamed model; none is held then.
-        """
+        """The optimizer holds these parameters from now on, too. Trained ones that aren't the model's go to the device, where
+        they are stepped. The model's own that were frozen when it was prepared wait for that to be done anew; those that have
+        left the model wait on the host for a gradient. An ``UnsupportedError`` for trained ones of another streamed model."""
         waiting = [p for p in parameters if p.requires_grad and id(p) not in self._trained_before]
         outside = [p for p in waiting if self.runtime.state_of(p) is None]
         self._refuse_another_models(outside)
@@ -96,11 +94,8 @@ class HostStep(UnitStepper):
         return self._why_retired is not None
 
     def retire(self, why: str, copies: bool = False) -> None:
-        """No step is begun from here any more; all that were taken must be applied. ``why``: TAKEN_OVER or ENGINE_CLOSED.
-
-        What the optimizer needs to go on elsewhere stays in its ``state``; with ``copies`` this is to be its own, since the
-        store goes on without it.
-        """
+        """No step is begun from here any more; all that were taken must be applied. ``why``: TAKEN_OVER or ENGINE_CLOSED. With
+        ``copies`` what the optimizer's ``state`` holds is to be its own, since the store goes on without it."""
         self._why_retired = why
         self.runtime.steppers.remove(self)
 
@@ -117,22 +112,17 @@ class HostStep(UnitStepper):
         units = (unit for unit in self.runtime.units if any(state.parameter.grad is not None for state in unit.states))
         self.runtime.offloader.make_places(units)
 
-    def parameters(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
-        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
     def by_key(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterable[tuple[Any, torch.nn.Parameter]]:
         """Each parameter with its key in a ``state_dict()`` of the optimizer, or one that it loads."""
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        return zip(saved, self.parameters(optimizer), strict=False)  # where the lengths differ torch refuses it
+        return zip(saved, parameters_of(optimizer), strict=False)  # where the lengths differ torch refuses it
 
     def with_gradients(
         self, optimizer: Optimizer
     ) -> tuple[list[tuple[ParameterState, dict[str, Any]]], list[torch.nn.Parameter]]:
         """(place, group) of every parameter of the model that has a gradient, and those of other modules, in group order.
-
         Brings foreign gradient tensors into the store, and other modules' states beside their parameters. An UnsupportedError
-        for a gradient of a parameter that was frozen when the model was prepared, or of another streamed model's.
-        """
+        for a gradient of a parameter that was frozen when the model was prepared, or of another streamed model's."""
         found, outside = [], []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -162,7 +152,7 @@ class HostStep(UnitStepper):
         norm = float(self.runtime.clipping.total_norm([*(state.parameter for state, _ in found), *outside]))
         if outside:
             self.runtime.require_equal(norm)
-        factors = self.runtime.clipping.take_factors(set(map(id, self.parameters(optimizer))))
+        factors = self.runtime.clipping.take_factors(set(map(id, parameters_of(optimizer))))
         for state, _ in found:
             state.normed = None
         return norm, factors

@@ -1,8 +1,6 @@
-"""How an optimizer's ``state`` shows the store's moments, and how the store takes them over from one.
-
-fp32 and bf16 moments are shown as they are under the names of ``torch.optim.AdamW``. 8-bit ones have names of their own while
-they are in use, so that nobody takes codes for moments; ``state_dict()`` shows them in fp32, as any optimizer loads them.
-"""
+"""How an optimizer's ``state`` shows the store's moments, and how the store takes them over from one. fp32 and bf16 moments
+have the names of ``torch.optim.AdamW``. 8-bit ones have names of their own while they are in use, so that nobody takes codes
+for moments; ``state_dict()`` shows them in fp32, as any optimizer loads them."""
 
 from __future__ import annotations
 

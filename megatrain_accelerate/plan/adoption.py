@@ -1,7 +1,5 @@
-"""Adoption: a model's parameters move to the store one unit at a time, and what they leave is given back as they go.
-
-With it, in which dtype each parameter computes, and the values of models that were built without any.
-"""
+"""Adoption: a model's parameters move to the store one unit at a time, and what they leave is given back as they go; in which
+dtype each parameter computes, and the values of models that were built without any."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ from megatrain_accelerate.units import MIB
 logger = logging.getLogger(__name__)
 
 TRIM_BYTES = 64 * MIB
-"""Memory that left the model before the C library's heap is trimmed. That of small tensors stays with the process otherwise,
-and such a model would be there twice."""
+"""Memory that left the model before the C library's heap is trimmed: freed small tensors stay with the process otherwise."""
 
 _loaded_in_bf16 = WeakTensorKeyDictionary()
 """Parameters that were adopted as bf16 to be trained: what a closed engine hands back is their fp32 masters."""
@@ -36,9 +33,9 @@ _loaded_in_bf16 = WeakTensorKeyDictionary()
 class Adoption:
     """Goes along while the store's units are made from a model's parameters, so that the host never holds the model twice.
 
-    Weights in mapped files are read ahead by one unit. Their cache is given back, unit by unit, where the store would
-    otherwise have to be made in memory that the cache takes: the system would give it back by itself, but not in huge pages.
-    A model that was built without weights gets them here, but on the meta device. Units come in the order of the discovery.
+    Weights in mapped files are read ahead by one unit. Where the store has to be made in memory that their cache takes, that
+    is given back unit by unit: the system would do so by itself, but not in huge pages. A model that was built without weights
+    gets them here, but on the meta device. Units come in the order of the discovery.
     """
 
     def __init__(self, model: nn.Module, discovery: Discovery, *, device: torch.device, store_bytes: int) -> None:
@@ -76,11 +73,8 @@ class Adoption:
 
 def compute_dtypes(model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
     """The dtype in which each parameter computes, by ``id``: with ``bf16``, the run's mixed precision, fp32 weights are
-    rounded for compute and keep fp32 masters. Of a model that an earlier engine left the dtype of loading counts.
-
-    Raises:
-        UnsupportedError: fp16, fp64, quantised or integer weights, or some without data.
-    """
+    rounded for compute and keep fp32 masters. Of a model that an earlier engine left the dtype of loading counts. An
+    UnsupportedError for fp16, fp64, quantised or integer weights, or some without data."""
     for parameter in model.parameters():
         # A meta tensor mustn't be referred to: it is swapped for its values. One that is frozen comes back as it is.
         if parameter.dtype == torch.bfloat16 and not parameter.is_meta:
@@ -118,8 +112,7 @@ def _own_precision(model: nn.Module) -> set[int]:
     for module in model.modules():
         parts.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     found = {id(parameter) for name, parameter in parameters.items() if parts.intersection(name.split("."))}
-    # What PEFT trains: adapters, modules_to_save, prompts. PEFT makes them fp32 on purpose, whatever the base is, and autocast
-    # rounds them where it does so without this package. 16 bytes a parameter instead of 14, of few parameters.
+    # What PEFT trains (adapters, modules_to_save, prompts) it makes fp32 on purpose; autocast rounds as without this package.
     if any(hasattr(module, "peft_config") for module in model.modules()):
         # Adapters may be disabled, and so frozen, when the model is prepared; and PEFT trains biases that aren't in adapters.
         found |= {id(parameter) for parameter in parameters.values() if parameter.requires_grad}
@@ -149,12 +142,10 @@ def is_without_weights(model: nn.Module) -> bool:
 
 
 class _MetaWeights:
-    """Initialises the parameters and buffers of a model that was built on the meta device, one unit at a time.
-
-    transformers' models are initialised by ``_init_weights`` of the innermost model around each module, others by each
-    module's ``reset_parameters``. The values are drawn from torch's generator of the device: the same for the same seed and
-    device, but not those that the model would draw when it is built with weights on the CPU.
-    """
+    """Initialises the parameters and buffers of a model that was built on the meta device, one unit at a time: by
+    ``_init_weights`` of the innermost transformers' model around each module, else by the module's ``reset_parameters``. The
+    values, drawn from torch's generator of the device, are the same for the same seed and device, but not those of a model
+    that is built on the CPU."""
 
     def __init__(self, model: nn.Module, discovery: Discovery, device: torch.device) -> None:
         self._device = device

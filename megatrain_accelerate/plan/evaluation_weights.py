@@ -1,8 +1,6 @@
-"""Weights that stay on the device from one forward without gradients to the next: for generation and evaluation.
-
-A streamed layer crosses the link once in every forward, so that generating a token costs all weights' bytes. Layers that
-are held have a slot of their own until a model trains again: they cross once. Nothing else changes, the bits included.
-"""
+"""Weights that stay on the device from one forward without gradients to the next, for generation and evaluation: layers that
+are held have a slot of their own until a model trains again, and cross the link once instead of in every forward. The bits are
+the same."""
 
 from __future__ import annotations
 
@@ -51,11 +49,9 @@ def cache_bytes(inputs: Mapping[str, Any]) -> int:
 
 
 class EvaluationWeights:
-    """Chooses the layers that are held between forwards without gradients.
-
-    Under ``auto`` from the first forward of a generation on, or the second of others in a row (a reference model's, once a
-    training step, gains nothing); as many as fit beside what it needs, its caches counted twice so that they can grow.
-    """
+    """Chooses the layers that are held between forwards without gradients. Under ``auto`` from the first forward of a
+    generation on, or the second of others in a row (a reference model's, once a training step, gains nothing); as many as fit
+    beside what it needs, its caches counted twice so that they can grow."""
 
     def __init__(self, runtime: StreamingRuntime, setting: str) -> None:
         self._runtime, self._setting = runtime, setting

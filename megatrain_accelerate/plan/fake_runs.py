@@ -1,8 +1,6 @@
-"""What runs of a model on tensors without data need besides ``FakeTensorMode``.
-
-Values, since many forwards look at small integers: the longest position, whether a mask is full, the sizes of images. And care
-for code that torch's dispatcher doesn't see: compiled functions and Triton kernels would write to address zero, which ends the
-CUDA context and the run, and caches of functions would keep tensors without data for the next real forward.
+"""What runs of a model on tensors without data need besides ``FakeTensorMode``: values, since many forwards look at small
+integers (positions, masks, the sizes of images), and care for code that torch's dispatcher doesn't see. Compiled functions and
+Triton kernels would write to address zero, which ends the CUDA context, and caches would keep tensors without data.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._triton import has_triton_package
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers.nested_tensors import tensors_in
 
 _MOST_ELEMENTS = 1 << 22
@@ -155,17 +154,6 @@ class NumbersOfTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """The owner's attribute has this value while the body runs."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 def taken_for_data(values: KnownValues) -> contextlib.AbstractContextManager[None]:
     """transformers doesn't take a tensor of known values for one of a trace while the body runs: under a trace it makes a
     mask of all tokens by all, larger than the device where a sequence is long (transformers/masking_utils.py)."""
@@ -205,12 +193,10 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 
 @contextlib.contextmanager
 def compiled_functions_as_python() -> Iterator[None]:
-    """While the body runs, in every thread, compiled functions call the Python that they were made of.
-
-    TorchScript (DeBERTa's relative positions) launches what it fused itself. A function under ``torch.compile`` that is called
-    under modes (flex attention) isn't traced, nor is it afterwards in torch 2.11: its first real call fails. Scripted
-    functions whose original isn't known run as they are, and so does any under ``torch.compile`` before torch 2.6.
-    """
+    """While the body runs, in every thread, compiled functions call the Python that they were made of. TorchScript (DeBERTa's
+    relative positions) launches what it fused itself. A function under ``torch.compile`` that is called under modes (flex
+    attention) isn't traced, nor is it afterwards in torch 2.11: its first real call fails. Scripted functions whose original
+    isn't known run as they are, and so does any under ``torch.compile`` before torch 2.6."""
     call: Any = torch.jit.ScriptFunction.__call__
 
     def call_original(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -225,12 +211,10 @@ def compiled_functions_as_python() -> Iterator[None]:
 
 @contextlib.contextmanager
 def launches_without_data() -> Iterator[None]:
-    """While the body runs, Triton kernels launched under ``FakeTensorMode`` return at once; others run.
-
-    Outputs (of Liger's layers, of linear attentions) are allocated by torch before a launch, so that shapes and memory are
-    right without it. Autotuners choose when the first real call comes. A mode that is *made* in the body raises where other
-    code asks a tensor for its address, instead of answering zero (``torch/_functorch/config.py``).
-    """
+    """While the body runs, Triton kernels launched under ``FakeTensorMode`` return at once; others run. Outputs are allocated
+    by torch before a launch, so that shapes and memory are right without it; autotuners choose when the first real call comes.
+    A mode that is *made* in the body raises where other code asks a tensor for its address, instead of answering zero
+    (``torch/_functorch/config.py``)."""
     with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
         if not has_triton_package():
             yield
@@ -254,12 +238,10 @@ def launches_without_data() -> Iterator[None]:
 
 @contextlib.contextmanager
 def nothing_kept(model: nn.Module) -> Iterator[None]:
-    """What the body puts into caches and containers of the model's code is out of them again when it is over.
-
-    Caches (``functools.lru_cache``) that got an entry are emptied; lists, dicts, sets, deques and attributes of plain objects
-    hold again what they held. They are looked for among the attributes of the model's modules and the globals of the Python
-    modules that define their classes, in decorated functions, and in objects of classes that these Python modules define.
-    """
+    """What the body puts into caches and containers of the model's code is out of them again when it is over: caches
+    (``functools.lru_cache``) that got an entry are emptied; lists, dicts, sets, deques and attributes of plain objects hold
+    what they held. They are looked for among the attributes of the model's modules and the globals of the Python modules that
+    define their classes, in decorated functions, and in objects of classes that these Python modules define."""
     caches, containers = _kept_by(model)
     misses = [cache.cache_info().misses for cache in caches]
     held = [copy.copy(container) for container in containers]

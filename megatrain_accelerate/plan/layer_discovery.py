@@ -139,14 +139,9 @@ def find_layers(model: nn.Module, layer_classes: Sequence[str] = ()) -> list[tup
 
 
 def discover_layers(model: nn.Module, layer_classes: Sequence[str] = ()) -> Discovery:
-    """Finds the streaming units of ``model``.
-
-    Layers are the outermost repeated modules of the classes that the user or the model (``_no_split_modules``) names;
-    for a model that names none, the members of its outermost module lists with two or more members of one class.
-
-    Raises:
-        UnsupportedError: no layer was found, or layers share parameters with each other or with other modules.
-    """
+    """Finds the streaming units of ``model``. Layers are the outermost repeated modules of the classes that the user or the
+    model (``_no_split_modules``) names; else the members of its outermost module lists with two or more members of one class.
+    An UnsupportedError if no layer was found, or layers share parameters with each other or with other modules."""
     layers = find_layers(model, layer_classes)
     if not layers and layer_classes:
         raise UnsupportedError(_no_such_classes(model, layer_classes))
@@ -228,14 +223,6 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> lis
     return residents
 
 
-def find_module(model: nn.Module, name: str) -> nn.Module | None:
-    """The module of a qualified name, or None if the model has none."""
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
-
-
 def _reason_against(module: nn.Module, adapted: Sequence[object]) -> str | None:
     """Why a module that looks like experts can't be cut into parts; None if it can."""
     if any(base is module for base in adapted):
@@ -307,11 +294,8 @@ def split_experts(
     discovery: Discovery, config: MegatrainConfig, dtypes: Mapping[int, torch.dtype], device: torch.device, training: bool
 ) -> Discovery:
     """The discovery with the experts that are to stream in parts; ``dtypes`` are those in which parameters compute, by ``id``.
-
-    Raises:
-        UnsupportedError: parts are asked for, and the model has no experts that can be cut, or others that can't.
-        ConfigError: more parts are asked for than there are experts.
-    """
+    An UnsupportedError if parts are asked for, and the model has no experts that can be cut, or others that can't; a
+    ConfigError for more parts than there are experts."""
     asked = config.expert_parts
     if asked == 1:
         return discovery

@@ -1,9 +1,8 @@
 """One call of each kind of layer, run for real on the batch: its times, and its memory where an allocator counts it.
 
-The model's own forward runs, so that masks, position embeddings and hidden states are real; layers of a kind that was
-measured hand on the output of the first. What follows the layers, the loss above all, is timed in the same way.
-
-Timed calls follow each other without a wait, as in a step: the device always has work, and gets as warm as it will be.
+The model's own forward runs, so that masks, position embeddings and hidden states are real; layers of a kind that was measured
+hand on the output of the first. What follows the layers, the loss above all, is timed in the same way. Timed calls follow each
+other without a wait, as in a step, so that the device gets as warm as it will be.
 """
 
 from __future__ import annotations
@@ -115,12 +114,9 @@ def measure_layers(
     budget_bytes: int,
     is_plain: bool = False,
 ) -> StepOutline:
-    """The outline with measured profiles, of a prepared model on a CUDA device, between steps.
-
-    ``inputs`` are the arguments of the real call that the outline is of; a step may take ``budget_bytes``. If the model
-    ``is_plain``, layers will compute with their own parameters: what is compiled here is for such, too. Raises a
-    ``torch.OutOfMemoryError`` if the working set of one layer doesn't fit.
-    """
+    """The outline with measured profiles, of a prepared model on a CUDA device, between steps. ``inputs`` are the arguments of
+    the real call that the outline is of; a step may take ``budget_bytes``. If the model ``is_plain``, layers will compute with
+    their own parameters, and so does what is compiled here. A ``torch.OutOfMemoryError`` if one layer doesn't fit."""
     device = runtime.streams.device
     layers = _MeasuredLayers(runtime, outline, budget_bytes, is_plain)
     with (
@@ -169,7 +165,7 @@ class _MeasuredLayers:
     ) -> tuple[LayerProfile, tuple[Any, Recorded]]:
         """The profile of a layer's call; what the call returns, and what it records."""
         runtime, dry = self._runtime, self._outline.profiles[kind]
-        row, args, kwargs = layer.in_a_row(runtime.calls.real_in_one_row, args, kwargs)
+        row, args, kwargs = layer.unpadded.in_a_row(runtime.calls.real_in_one_row, args, kwargs)
         split = BatchSplit.of_call(layer, args, kwargs, runtime.batch_cut)
         args, kwargs = split.first_piece(args, kwargs)
         slot = runtime.prefetcher.acquire(layer, ())

@@ -1,8 +1,5 @@
-"""How fast this machine moves and computes, and what is free of its GPU's memory.
-
-Speeds are measured in about two seconds and kept in the user's cache folder. The first processes measure anew, and the median
-counts: something else may run at one time.
-"""
+"""How fast this machine moves and computes, and what is free of its GPU's memory. Speeds are measured in about two seconds and
+kept in the user's cache folder, of the first processes: the median counts, since something else may run at one time."""
 
 from __future__ import annotations
 
@@ -77,8 +74,7 @@ class Machine:
     d2h_share_in_step: float = 1.0
     """The same of :attr:`d2h_bytes`."""
     step_share_beside_copies: float = 1.0
-    """Of :attr:`host_step_parameters`, what is left while the link copies both ways. The simulation counts with it while
-    activations leave."""
+    """Of :attr:`host_step_parameters`, what is left while the link copies both ways: while activations leave, say."""
 
     @property
     def host_step_traffic(self) -> float:
@@ -280,13 +276,10 @@ def _returnable_bytes(segment: Mapping[str, Any]) -> int:
 
 
 def raise_peak(device: torch.device, limit_bytes: int | None) -> None:
-    """Raises the allocator's peak statistic to what could be allocated, so that Inductor tries its kernels on the device.
-
-    To time kernels Inductor needs copies of what they overwrite. In a backward, copies that would raise the peak are made in
-    pinned host memory, which torch keeps for good, and each trial crosses the link (``copy_args_to_cpu_if_needed`` in
-    torch/_inductor/runtime/triton_heuristics.py). Nobody reads the device's memory statistics until they are reset.
-    ``limit_bytes`` is that of the process' tensors; None for what is free.
-    """
+    """Raises the allocator's peak statistic to what could be allocated, so that Inductor tries its kernels on the device. To
+    time kernels it copies what they overwrite; in a backward, copies that would raise the peak are made in pinned host memory,
+    which torch keeps for good, and each trial crosses the link (``copy_args_to_cpu_if_needed`` in
+    torch/_inductor/runtime/triton_heuristics.py). ``limit_bytes`` is that of the process' tensors; None for what is free."""
     torch.cuda.empty_cache()
     room_bytes = int(USABLE_SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[0])
     if limit_bytes is not None:

@@ -38,11 +38,9 @@ def require_layers(layer_count: int, settings: PlacementSettings) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """How many layers of each sort a placement has; more than there are mean all.
-
-    Layers on the device come first in the model, since the forward can begin with them while the host still steps the others;
-    kept ones last, since backward begins with them.
-    """
+    """How many layers of each sort a placement has; more than there are mean all. Layers on the device come first in the
+    model: the forward can begin with them while the host steps the others. Kept ones come last, since backward begins with
+    them."""
 
     kept: int = 0
     attention_kept: int = 0
@@ -216,11 +214,9 @@ def step_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
     others_before = [0, *itertools.accumulate(size * (not flag) for size, flag in zip(at_once, is_input, strict=True))]
 
     def extra_bytes(call: int, made: int) -> int:
-        """What is there besides what the outline and kept layers hold; negative if more is away.
-
-        Of the calls whose activations or inputs go to the host two's are on the device at a time: in forward this one's, if
-        they are ``made`` (0 or 1), and until the next offloaded layer those of the one before it; in backward the next one's.
-        """
+        """What is there besides what the outline and kept layers hold; negative if more is away. Of the calls whose
+        activations or inputs go to the host two's are on the device at a time: in forward this one's, if they are ``made`` (0
+        or 1), and until the next offloaded layer those of the one before it; in backward the next one's."""
         before = max(0, call - placement.offload_spacing)
         return others_before[max(before, call + made)] - others_before[before] - inputs_before[before]
 

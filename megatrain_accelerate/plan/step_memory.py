@@ -1,8 +1,6 @@
-"""Runs of the user's model on tensors without data, and a dispatch mode that adds up what they would cost.
-
-The user's own forward runs under ``FakeTensorMode`` (torch/_subclasses/fake_tensor.py) with the shapes of the real batch, so
-that logits, loss and layer inputs are counted by the code that will make them, and nothing is allocated.
-"""
+"""Runs of the user's model on tensors without data, and a dispatch mode that adds up what they would cost. The user's own
+forward runs under ``FakeTensorMode`` (torch/_subclasses/fake_tensor.py) with the shapes of the real batch, so that logits,
+loss and layer inputs are counted by the code that will make them."""
 
 from __future__ import annotations
 
@@ -131,13 +129,11 @@ _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def workspace_bytes(name: str, made: Sequence[torch.Tensor]) -> int:
-    """What a GPU's kernel allocates while it runs, where that is as large as its results ``made``.
-
-    Softmax's backward multiplies gradient and result first, into a tensor of their size (``softmax_backward_cuda_out``,
-    aten/src/ATen/native/cuda/SoftMax.cu). Backward of attention sums the queries' gradient in fp32, and makes those of keys
-    and values for each head of the queries (``dq_accum``, ``dk_expanded``, ``dv_expanded``,
-    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp; cuDNN's kernel takes as much). Flex attention's doesn't.
-    """
+    """What a GPU's kernel allocates while it runs, where that is as large as its results ``made``. Softmax's backward
+    multiplies gradient and result first, into a tensor of their size (``softmax_backward_cuda_out``,
+    aten/src/ATen/native/cuda/SoftMax.cu). Backward of attention, but for flex attention, sums the queries' gradient in fp32,
+    and makes those of keys and values for each head of the queries (``dq_accum``, ``dk_expanded``, ``dv_expanded``,
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp; cuDNN's takes as much)."""
     if name.startswith(_SOFTMAX_BACKWARD):
         return made[0].nbytes
     if not (name.startswith(_ATTENTION) and "backward" in name) or made[0].element_size() != 2:
@@ -245,8 +241,7 @@ def _fake_weights(model: nn.Module, device: torch.device, values: KnownValues) -
 def _without_looks_at_data(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs but for what can't be run without data, and takes no more memory than what stands for it."""
     own = dict(inputs)
-    # Models skip a mask of ones; without data some couldn't know, and would take another kernel. Beside positions it stays:
-    # without a mask transformers looks whether the positions are those of packed sequences.
+    # Models skip a mask of ones, which some can't see without data. Beside positions, which might be packed, it stays.
     mask = own.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()) and own.get("position_ids") is None:
         del own["attention_mask"]

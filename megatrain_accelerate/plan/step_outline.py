@@ -1,8 +1,6 @@
-"""The outline of a training step: what lives and what is computed outside the layers, call by call, and what a layer costs.
-
-One run without data (:mod:`.step_memory`) with each layer replaced by an empty node. Any placement's peak of memory and time
-follow from it by arithmetic (:mod:`.step_simulation`), so that hundreds of placements can be weighed.
-"""
+"""The outline of a training step: what lives and what is computed outside the layers, call by call, and what a layer costs. It
+is made by one run without data (:mod:`.step_memory`), with each layer replaced by an empty node. Any placement's peak of
+memory and time follow by arithmetic (:mod:`.step_simulation`), so that hundreds can be weighed."""
 
 from __future__ import annotations
 
@@ -17,21 +15,22 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.attention_results import AttentionResults
 from megatrain_accelerate.layers.compiled_layer import without_saving
 from megatrain_accelerate.layers.expert_function import ExpertResults
 from megatrain_accelerate.layers.layer import StreamedLayer
-from megatrain_accelerate.layers.micro_batches import BatchSplit, batch_norms
+from megatrain_accelerate.layers.micro_batches import BatchSplit
 from megatrain_accelerate.layers.nested_tensors import taken_apart, tensors_in
 from megatrain_accelerate.layers.output_recorder import Recorded
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.token_tiles import tokens_of
 from megatrain_accelerate.layers.unpadded_layer import batch_of
-from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.step_memory import LiveBytes, OpCosts, dry_model, loss_of
 from megatrain_accelerate.plan.step_profile import Event, LayerProfile, SavedInForward, StepOutline
 from megatrain_accelerate.transfer import activation_offload
@@ -63,8 +62,7 @@ def call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class _SavedStorages:
-    """Counts what autograd saves of one call, and what of it :mod:`megatrain_accelerate.transfer.activation_offload` would
-    send to the host."""
+    """Counts what autograd saves of one call, and what of it :class:`.ActivationOffloader` would send to the host."""
 
     def __init__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], live: LiveBytes) -> None:
         self._live, self.costs = live, live.costs
@@ -133,7 +131,7 @@ class _Outliner:
 
     def __call__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _, length = tokens_of(args, kwargs) or (0, 0)
-        self._row, args, kwargs = layer.in_a_row(self._calls.real_in_one_row, args, kwargs)
+        self._row, args, kwargs = layer.unpadded.in_a_row(self._calls.real_in_one_row, args, kwargs)
         kind = call_kind(layer, args, kwargs)
         self.note(False, layer.index, kind)
         if kind not in self.profiles:
@@ -264,14 +262,10 @@ def outline_step(
     device: torch.device,
     reckoning: Reckoning | None = None,
 ) -> StepOutline:
-    """Runs the model's forward and backward once without data, as they will run on the device.
-
-    ``inputs`` are the keyword arguments of the real call; without labels among them the loss is the sum over the output.
-    ``reckoning`` makes of a call's profile, or of its first piece's, one with times.
-
-    Raises:
-        Exception: whatever the model raises when it looks at data (``FakeTensorMode`` has none).
-    """
+    """Runs the model's forward and backward once without data, as they will run on the device. ``inputs`` are the keyword
+    arguments of the real call; without labels among them the loss is the sum over the output. ``reckoning`` makes of a call's
+    profile, or of its first piece's, one with times. Raises whatever the model raises when it looks at data
+    (``FakeTensorMode`` has none)."""
     with dry_model(model, inputs, device) as (dry_inputs, live):
         runtime.batch_cut.begin(dict(inputs))
         outliner = _Outliner(live, runtime, device, reckoning)
@@ -295,14 +289,14 @@ def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mappin
 
 
 def what_sees_a_batch(model: nn.Module) -> str | None:
-    """What keeps a model's loss from being the sum over a batch's samples, to follow "because" in a message; None if nothing
-    is known to."""
+    """Why a model's loss isn't the sum over a batch's samples, to follow "because" in a message; None if nothing is known."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     if any(getattr(config, "output_router_logits", False) for config in configs):
         return "the loss balances experts over the tokens of a micro-batch (output_router_logits)"
     if any(getattr(config, "z_loss_coefficient", 0) for config in configs):
         return "the loss has a term of all tokens of a micro-batch (z_loss_coefficient)"
-    return next((f"{name} takes statistics of a micro-batch" for name, _ in batch_norms(model)), None)
+    norms = (name for name, module in model.named_modules() if isinstance(module, _BatchNorm))
+    return next((f"{name} takes statistics of a micro-batch" for name in norms), None)
 
 
 def _has_own_loss_code(model: nn.Module) -> bool:

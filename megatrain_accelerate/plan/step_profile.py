@@ -17,8 +17,7 @@ class SavedInForward:
     """What a forward that keeps its graph tells of a compiled one."""
 
     operand_bytes: int
-    """Of what autograd saved, what products and attention read or made, and results of softmax. Inputs and weights don't
-    count."""
+    """Of what autograd saved besides inputs and weights, what products and attention read or made, and results of softmax."""
     score_bytes: int
     """Of it, results of softmax that products read as they are, padding and all."""
     output_bytes: int

@@ -1,10 +1,9 @@
 """The duration of a step under a placement, by arithmetic on its outline.
 
 It is a small simulation of the pipeline: the device's compute, the two directions of the link, and the host's optimizer, each
-a resource that does one thing at a time, over three steps of which the last counts.
-
-The optimizer and the link's copies share the host's memory: while it steps, copies go at a share of their speed. It goes at
-90% beside copies of weights, and at ``Machine.step_share_beside_copies`` of that while the forward above it sends activations.
+a resource that does one thing at a time, over three steps of which the last counts. The optimizer and the link's copies share
+the host's memory: while it steps, copies go at a share of their speed. It goes at 90% beside copies of weights, and at
+``Machine.step_share_beside_copies`` of that while the forward above it sends activations.
 
 Of several ranks one is simulated. Gradients are exchanged before they go to the host, in the same order, and a rank copies and
 steps its share. Of several machines each sends the others their shares of what its ranks have added up, and gets as much;

@@ -1,9 +1,5 @@
-"""How the layers of a step run: on the whole batch, on pieces of it, or by tiles of tokens.
-
-What a layer computes at once decides how much memory it takes. A whole batch is the first choice. Where no step on it fits,
-each layer runs on the largest pieces that do, compiled as ever; tiles of tokens, which aren't compiled, are for sequences of
-which even one is too long.
-"""
+"""How the layers of a step run: on the whole batch, or, where no step on it fits, on the largest pieces that do, compiled as
+ever; or by tiles of tokens, which aren't compiled, for sequences of which even one is too long."""
 
 from __future__ import annotations
 
@@ -13,9 +9,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.token_tiles import AUTO_TILE_TOKENS
-from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.placement_search import Candidate, PlacementSearch
 from megatrain_accelerate.plan.step_profile import StepOutline
 
@@ -35,11 +31,9 @@ def layers_run(runtime: StreamingRuntime, samples: int | None, token_tile: int) 
 
 
 class WayChoice:
-    """Chooses how the layers of one step on so many ``samples`` run, as far as ``micro_batch_size`` and ``token_tile`` of
-    the settings leave a choice. The runtime is left as it was.
-
-    ``outline`` makes the outline of the step as the runtime would run it now; ``search`` is for the placement of one.
-    """
+    """Chooses how the layers of one step on so many ``samples`` run, as far as ``micro_batch_size`` and ``token_tile`` of the
+    settings leave a choice. The runtime is left as it was. ``outline`` makes the outline of the step as the runtime would run
+    it now; ``search`` is for the placement of one."""
 
     def __init__(
         self,

@@ -1,9 +1,6 @@
-"""Segments of the CUDA caching allocator that grow, so that what was freed serves tensors of other sizes.
-
-A plan fills the device's memory, and batches of other lengths have tensors of other sizes, to which gaps in segments of fixed
-size are lost. Expandable ones are mapped page by page, and free pages leave them
-(https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf).
-"""
+"""Segments of the CUDA caching allocator that grow, so that what was freed serves tensors of other sizes: a plan fills the
+device's memory, and gaps in segments of fixed size would be lost to batches of other lengths
+(https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""Weights that lie in mapped files: which pages they are, reading them ahead, and letting go of them.
-
-``from_pretrained`` maps safetensors files, so that a loaded model holds no memory of its own until somebody reads it; what
-has been read is cache, which the system gives back when memory runs short. Advice to the kernel is only advice: where it
-isn't followed, nothing but speed changes, and no value ever does.
-"""
+"""Weights that lie in mapped files, as ``from_pretrained`` maps safetensors: which pages they are, reading them ahead, and
+letting go of them. Advice to the kernel is only advice: where it isn't followed, nothing but speed changes."""
 
 from __future__ import annotations
 

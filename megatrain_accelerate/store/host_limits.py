@@ -80,9 +80,7 @@ def process_bytes(field: str) -> int:
 
 def available_host_bytes(host_memory_gib: float | None = None) -> int:
     """Bytes that this process may still allocate, besides those that its models were promised and haven't made yet.
-
-    ``host_memory_gib``: the user's figure for the whole process. Some virtual machines report less than they can grow to.
-    """
+    ``host_memory_gib``: the user's figure for the whole process; some virtual machines report less than they can grow to."""
     if host_memory_gib is not None:
         # Pages of files that the process maps are cache.
         held = psutil.Process().memory_info().rss - process_bytes("RssFile")
@@ -137,14 +135,10 @@ def settings_that_take_less(config: MegatrainConfig, *, keeps_gradients: bool) -
 def require_host_bytes(
     parts: dict[str, int], host_memory_gib: float | None, *, freed: int = 0, remedy: str = "", ranks: int = 1
 ) -> None:
-    """Refuses a run that doesn't fit, before anything is allocated: a ``HostMemoryError`` with the numbers and the remedy.
-
-    Args:
-        parts: bytes that the host store will take, by what they are for.
-        freed: bytes of the model's own memory that adopting it gives back, see :func:`anonymous_bytes`.
-        remedy: a sentence of what helps in this case, before what helps in any.
-        ranks: how many share the store; each may take as much of it as of the machine.
-    """
+    """Refuses a run that doesn't fit, before anything is allocated: a ``HostMemoryError`` with the numbers and the ``remedy``,
+    a sentence of what helps in this case. ``parts``: bytes that the store will take, by what they are for; ``freed``: bytes of
+    the model's own memory that adopting it gives back, see :func:`anonymous_bytes`; ``ranks``: how many share the store, each
+    of which may take as much of it as of the machine."""
     available = available_host_bytes(host_memory_gib)
     parts = {name: count // ranks for name, count in parts.items()}
     required = sum(parts.values())

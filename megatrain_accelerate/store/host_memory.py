@@ -32,12 +32,9 @@ def _unregister(address: int, mapping: mmap.mmap) -> None:
 
 
 class HostMemory:
-    """One mapping of host memory, of whole pages: anonymous, or (``shared``) one that other ranks have, too.
-
-    Ownership: who made it. Tensors made by :meth:`tensor` keep the mapping alive; after :meth:`close` they are ordinary
-    pageable memory. ``register``: page-lock it for the current CUDA device's copies. A ``HostMemoryError`` with the size and
-    the remedy where the kernel or the driver refuses.
-    """
+    """One mapping of host memory, of whole pages: anonymous, or (``shared``) one that other ranks have, too. Owner: who made
+    it. Tensors made by :meth:`tensor` keep it alive, as ordinary pageable memory after :meth:`close`. ``register``: page-lock
+    it for the current CUDA device. A ``HostMemoryError`` with size and remedy where the kernel or the driver refuses."""
 
     def __init__(self, size_bytes: int, *, register: bool, shared: mmap.mmap | None = None) -> None:
         self.size_bytes = round_up(max(size_bytes, 1), mmap.PAGESIZE)
@@ -54,8 +51,7 @@ class HostMemory:
             with contextlib.suppress(OSError):
                 self._mapping.madvise(mmap.MADV_HUGEPAGE)
         if hasattr(mmap, "MADV_DONTFORK"):
-            # Data-loader workers would else copy the page tables of the whole store, and a write after the fork
-            # would move a registered page away from the address that the driver knows.
+            # Else forks copy the whole store's page tables, and writes move registered pages from where the driver knows them.
             self._mapping.madvise(mmap.MADV_DONTFORK)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._finalizer: weakref.finalize | None = None

@@ -1,8 +1,6 @@
-"""A pool of registered host memory for what leaves the device for a while: blocks that are taken and given back.
-
-A block may lie in several parts: what is free is used wherever it lies, so that the pool never fragments and never holds
-more than was in use at once, rounded up to a segment. Batches of another length find their place in it again.
-"""
+"""A pool of registered host memory for what leaves the device for a while: blocks that are taken and given back. A block may
+lie in several parts, wherever something is free, so that the pool never fragments, and never holds more than was in use at
+once, rounded up to a segment."""
 
 from __future__ import annotations
 
@@ -27,11 +25,9 @@ a granule. Owner: who took it, until :meth:`HostPool.give_back`."""
 
 
 class HostPool:
-    """Owner of registered segments of host memory, of ``segment_bytes`` at least, and of what is free in them.
-
-    A block that is given back with an event is free once the event is over: a copy may still read or write it. Blocks may be
-    given back by any thread; they are taken by one at a time. ``host_memory_gib``: see :func:`available_host_bytes`.
-    """
+    """Owner of registered segments of host memory, of ``segment_bytes`` at least, and of what is free in them. Blocks are
+    taken by one thread, and given back by any; one that is given back with an event is free once that is over.
+    ``host_memory_gib``: see :func:`available_host_bytes`."""
 
     def __init__(
         self,

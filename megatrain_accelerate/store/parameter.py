@@ -138,11 +138,9 @@ def written_among(handles: Sequence[ParamHandle]) -> list[int]:
 
 @dataclasses.dataclass
 class ParameterState:
-    """One parameter in the store: views of its unit's flat buffers, each with a storage of its own.
-
-    ``weight`` (bf16 or fp32), ``gradient`` (the same; None for a unit on the device, whose gradients are autograd's own),
-    ``residual`` (int16) and ``moments`` of the optimizer; of a frozen one the weight alone.
-    """
+    """One parameter in the store: views of its unit's flat buffers, each with a storage of its own: ``weight`` (bf16 or fp32),
+    ``gradient`` (the same; None for a unit on the device, whose gradients are autograd's own), ``residual`` (int16) and
+    ``moments`` of the optimizer; of a frozen one the weight alone."""
 
     handle: ParamHandle
     parameter: nn.Parameter = dataclasses.field(init=False)
@@ -152,8 +150,7 @@ class ParameterState:
     gradient: torch.Tensor | None = None
     moments: Moments | None = None
     gradient_residual: torch.Tensor | None = None
-    """int16, at the unit's home: the low half of an fp32 sum of gradients whose bf16 half is the gradient, for the step. None
-    before it is made."""
+    """int16, at the unit's home: the low half of an fp32 sum of gradients, for the step. None before it is made."""
     sum_residual: torch.Tensor | None = None
     """The same beside ``parameter.grad``, where the sum is made: another one for a resident parameter whose states are on the
     host. It counts while the handle :attr:`~ParamHandle.has_fp32_sum`."""

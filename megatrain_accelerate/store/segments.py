@@ -30,12 +30,9 @@ class Segment:
 
 
 def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list[Segment]:
-    """Merges parameters that lie next to each other and share their settings. Called when the step is taken: what becomes of
-    ``parameter.grad`` later doesn't change what kind of gradient the store holds.
-
-    The padding between two of them is stepped, too: its gradient is zero or finite garbage that no view ever shows. Where
-    moments are in 8 bits it isn't, since it would have a part in their blocks' scales.
-    """
+    """Merges parameters that lie next to each other and share their settings, when the step is taken. The padding between two
+    of them is stepped, too: its gradient is zero or finite garbage that no view ever shows. Not where moments are in 8 bits:
+    it would have a part in their blocks' scales."""
     segments: list[Segment] = []
     for state, arguments in sorted(steps, key=lambda item: item[0].entry.weight_offset):
         entry, spec = state.entry, state.entry.spec

@@ -1,9 +1,6 @@
-"""The store: the home of weights, fp32 masters, moments and gradients, unit by unit. On the host, unless the plan moves a
-unit to the device.
-
-A bf16 weight's fp32 master is split: the bf16 half that streams to the GPU and a 16-bit signed residual, so that
-``master bits == (weight bits << 16) + residual`` exactly. An fp32 weight is its own master.
-"""
+"""The store: the home of weights, fp32 masters, moments and gradients, unit by unit, on the host unless the plan moves a unit.
+A bf16 weight's fp32 master is split: the bf16 half that streams to the GPU and a 16-bit signed residual, so that ``master bits
+== (weight bits << 16) + residual`` exactly. An fp32 weight is its own master."""
 
 from __future__ import annotations
 
@@ -28,12 +25,10 @@ PASSING_BUFFERS = 3
 class HostUnit:
     """Owner of one unit's host memory: a streamed layer's, or a resident group's.
 
-    Writers: adoption, the step worker (weights, residuals, moments), the d2h stream or the step worker (gradients),
-    and whoever writes to the parameters from outside (``load_state_dict``). Readers: the h2d stream (weights), the
-    step worker. :attr:`version` changes whenever a device copy of the weights becomes stale.
-
-    Weights and residuals are made with the unit; gradients and moments are promised when it is to be trained, and made when
-    they are first needed, where the unit lives by then, see :meth:`allocate`.
+    Writers: adoption, the step worker (weights, residuals, moments), the d2h stream or the step worker (gradients), and
+    whoever writes to the parameters from outside (``load_state_dict``). Readers: the h2d stream (weights), the step worker.
+    :attr:`version` changes whenever a device copy of the weights becomes stale. Weights and residuals are made with the unit;
+    gradients and moments are promised when it is to be trained, and made when they are first needed, see :meth:`allocate`.
 
     Args:
         parameters: (name, parameter) of the unit, each parameter once, in model order; each computes in its one of ``dtypes``.
@@ -259,11 +254,9 @@ class HostUnit:
 
     def move(self, device: torch.device | None, kernels: StepKernels) -> None:
         """What the unit has, its parameters' data and gradients among it, lives on ``device`` from now on, where gradients are
-        autograd's own; with None on the host again, in memory that is made and registered anew.
-
-        ``kernels``: those of the new home. No step and no copy may be pending on the unit. If it doesn't fit
-        (``torch.OutOfMemoryError``, ``HostMemoryError``) it stays as it was.
-        """
+        autograd's own; with None on the host again, in memory that is made and registered anew. ``kernels``: those of the new
+        home. No step and no copy may be pending. Without room (``torch.OutOfMemoryError``, ``HostMemoryError``) nothing
+        moves."""
         old_memory = self.memory
         sums = [(s, s.parameter.grad, s.sum_residual if s.handle.has_fp32_sum else None) for s in self.states]
         kinds = [kind for kind in old_memory if kind != "gradients"]
@@ -381,10 +374,8 @@ def planned_host_bytes(
     passing: int = 0,
     moments_dtype: torch.dtype = torch.float32,
 ) -> dict[str, int]:
-    """Bytes that units of these layouts will take with the fused optimizer, by what they hold.
-
-    ``training``: whether there are gradients and moments. ``passing``: how many of the first units have gradients that pass.
-    """
+    """Bytes that units of these layouts will take with the fused optimizer, by what they hold. ``training``: whether there are
+    gradients and moments. ``passing``: how many of the first units have gradients that pass."""
     units = [sizes_by_kind(layout, moments_dtype) for layout in layouts]
     parts = {kind: sum(unit[kind] for unit in units) for kind in ("weights", "gradients", "residuals", "moments")}
     passed = [unit["gradients"] for unit in units[:passing]]

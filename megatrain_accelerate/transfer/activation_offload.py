@@ -40,11 +40,9 @@ class _Arrival:
 
 
 class _Parcel:
-    """One storage, over which ``source`` is a tensor, on its way to the host and back.
-
-    Owner: the :class:`ParcelPlace` objects that autograd holds in the place of tensors; with the last of them it gives its
-    host memory back. Writer of the host memory: the d2h stream; reader: the h2d stream.
-    """
+    """One storage, over which ``source`` is a tensor, on its way to the host (written by the d2h stream) and back (by the h2d
+    stream). Owner: the :class:`ParcelPlace` objects that autograd holds in the place of tensors; with the last of them it
+    gives its host memory back."""
 
     def __init__(self, source: torch.Tensor, label: str, offloader: ActivationOffloader) -> None:
         self.label = label
@@ -98,7 +96,7 @@ class Recording:
     """What one run of a layer, which the ``label`` names, saves for backward and may leave the device: not the storages of the
     tensors that ``stay``, since others hold them anyway."""
 
-    def __init__(self, offloader: ActivationOffloader, label: str, stay: Iterable[torch.Tensor]) -> None:
+    def __init__(self, offloader: ActivationOffloader, label: str, stay: Iterable[torch.Tensor] = ()) -> None:
         self.label = label
         self._offloader = offloader
         self._stay = {tensor.untyped_storage().data_ptr() for tensor in stay}
@@ -148,10 +146,9 @@ class _Departure:
 class ActivationOffloader:
     """Moves recordings between device and host. One object per engine.
 
-    The launching thread, and no clock, gives up a run's storages on the device: :attr:`spacing` runs later, or when another
-    run's have come after them, compute is made to wait for their copy and the references go. So the peak, two runs' storages,
-    doesn't depend on timing, and no kernel is issued into memory that a copy still reads. In backward storages come back
-    ``spacing`` calls ahead; what is still there isn't copied.
+    The launching thread gives up a run's storages on the device :attr:`spacing` runs later, or when another run's have come
+    after them: compute is made to wait for their copy and the references go. So the peak, two runs' storages, doesn't depend
+    on timing. In backward storages come back ``spacing`` calls ahead; what is still there isn't copied.
     """
 
     def __init__(self, pool: HostPool, streams: Streams, meter: Meter) -> None:
@@ -167,9 +164,6 @@ class ActivationOffloader:
         self.leaving: collections.deque[_Departure] = collections.deque()
         """What is on its way to the host, and still held on the device."""
         self._recordings: weakref.WeakKeyDictionary[Tape, dict[int, list[tuple[int, Recording]]]] = weakref.WeakKeyDictionary()
-
-    def record(self, label: str, stay: Iterable[torch.Tensor] = ()) -> Recording:
-        return Recording(self, label, stay)
 
     def run_begins(self) -> None:
         """A layer is about to run forward: of the runs before it the last one that left may still hold device memory."""
@@ -304,7 +298,7 @@ def inputs_offloaded(
 ) -> Iterator[None]:
     """What autograd saves of a call's inputs while the body runs goes to the host, if gradients flow to it. Other inputs
     (masks, position embeddings) are the same tensors for all layers, and stay."""
-    recording = offloader.record(label, [tensor for tensor in tensors if not tensor.requires_grad])
+    recording = Recording(offloader, label, [tensor for tensor in tensors if not tensor.requires_grad])
 
     with saved_tensors_hooks(
         lambda tensor: recording.place(tensor) or tensor,

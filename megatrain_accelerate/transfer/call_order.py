@@ -11,8 +11,7 @@ class OpenForward:
 
 
 class Tape:
-    """The layer calls of one forward pass, by layer index, of those that an ``order`` predicts. The calls know their position
-    on it."""
+    """The layer calls of one forward pass, by index, of those that an ``order`` predicts. Each knows its position on it."""
 
     def __init__(self, order: CallOrder) -> None:
         self.order = order
@@ -27,13 +26,12 @@ class Tape:
 
 
 class CallOrder:
-    """Predicts the next layers from the last complete forward pass.
+    """Predicts the next layers from the last complete forward pass, and before the first by index. A wrong prediction costs a
+    copy, never a result.
 
-    A wrong prediction costs a copy, never a result: the prefetcher fetches what is really asked for.
-
-    Before the first pass layers are expected in index order. A pass begins when the layer that began the last one runs again,
-    unless it is the only layer. Of parts of layers, which a layer may call several times, it begins with one of the layers,
-    whose order is the ``leader``. Passes that all ranks make ``together`` have an order of their own, the same on all of them.
+    A pass begins when the layer that began the last one runs again, unless it is the only layer. Of parts of layers, which a
+    layer may call several times, it begins with one of the layers, whose order is the ``leader``. Passes that all ranks make
+    ``together`` have an order of their own, the same on all of them.
     """
 
     def __init__(self, layer_count: int, leader: CallOrder | None = None, together: bool = False) -> None:

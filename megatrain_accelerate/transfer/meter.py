@@ -1,9 +1,7 @@
-"""Counters of what the engine moved and waited for, for the telemetry, and ranges of a profile.
-
-The GPU's own clock tells how long it stood still: a pair of timing events on the compute stream, around a wait. Work that is
-queued before delays both alike, so a thread that is blocked while the GPU still has kernels to run counts as no idle GPU.
-Events are used again, and read when they are over; nothing is waited for.
-"""
+"""Counters of what the engine moved and waited for, for the telemetry, and ranges of a profile. The GPU's own clock tells how
+long it stood still: a pair of timing events on the compute stream, around a wait. A thread that is blocked while the GPU still
+has kernels to run counts as no idle GPU, since these delay both events alike. Events are read when they are over, and used
+again."""
 
 from __future__ import annotations
 

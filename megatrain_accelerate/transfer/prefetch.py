@@ -20,12 +20,10 @@ from megatrain_accelerate.transfer.streams import Streams, WeightSlot
 class Prefetcher:
     """Owner of the weight slots.
 
-    Layers take turns in the shared ``slots`` (a number, at least 2). A layer that evaluations *hold* has a slot of its own
-    until training goes on, so that it is copied once; a layer whose unit lives on the device is its own slot and is never
-    copied. Copies are issued on the h2d stream when a layer is asked for or a backward of one is over, for layers whose steps
-    are applied, into slots whose last readers were issued. The launching thread never waits for a copy, and waits for a step
-    only when the layer itself is next. ``layers``: all that are streamed, by index.
-
+    The ``layers``, all that are streamed, by index, take turns in the shared ``slots`` (a number, at least 2). One that
+    evaluations *hold* has a slot of its own until training goes on, so that it is copied once; one whose unit lives on the
+    device is its own slot. Copies are issued on the h2d stream when a layer is asked for or a backward of one is over, for
+    layers whose steps are applied. The launching thread never waits for a copy, and for a step only when the layer is next.
     What several ranks ``gather`` they ask for ``together``; :mod:`.gather` says by which rules they do so alike.
     """
 
@@ -99,8 +97,7 @@ class Prefetcher:
             held.clear()
 
     def hold(self, index: int) -> None:
-        """Gives a layer that has none a slot of its own until :meth:`let_go`, or raises a torch.OutOfMemoryError. Copies and
-        kernels may be in flight."""
+        """Gives a layer that has none a slot of its own until :meth:`let_go`; a torch.OutOfMemoryError without room."""
         with torch.inference_mode(False):
             slot = self._new_slot(self._layers[index].unit.layout.weight_bytes)
         # WAR: kernels that were issued before may still use the memory under its former owner's name.
@@ -136,12 +133,8 @@ class Prefetcher:
 
     def all_held(self) -> dict[int, WeightSlot]:
         """Where the weights of all layers are in slots of their own (held, or on the device), those slots, by the layer's
-        index; else none.
-
-        Kernels of forwards without a graph that are issued from now on may read them. There is nothing to release: the next
-        copy into a slot is ordered behind what the stream has that is current then, so a script that changes streams has to
-        join them.
-        """
+        index; else none. Kernels of forwards without a graph may read them from now on, and release nothing: the next copy
+        into a slot is ordered behind what the stream has that is current then, so a script that changes streams joins them."""
         if len(self.own_slots) < len(self._layers) or None in map(self._slot_of, self._layers):
             return {}
         if not self._last_copied_event.query():
@@ -152,8 +145,8 @@ class Prefetcher:
     def acquire(
         self, layer: Fetched, upcoming: Sequence[int], together: bool = False, address: int | None = None
     ) -> WeightSlot:
-        """Makes the layer's weights usable by kernels issued from now on, in the slot at this ``address`` or in any. Starts
-        the copies of the ``upcoming`` layers, by index, nearest first. Raises a StepWorkerError if the layer's step failed."""
+        """Makes a layer's weights usable by kernels issued from now on, in the slot at this ``address`` or in any; starts the
+        copies of the ``upcoming`` ones, by index, nearest first. A StepWorkerError if the layer's step failed."""
         layer.refresh_if_written()
         slot = self._gathered(layer) if together else self._slot_of(layer, address=address)
         if slot is None:
@@ -217,9 +210,8 @@ class Prefetcher:
         return own if own is not None and layer.unit.is_on_device else None
 
     def _victim(self, layer: Fetched, wanted: set[int], together: bool = False, address: int | None = None) -> WeightSlot:
-        """The slot to overwrite: the one at this ``address``, the layer's own, or a stale one, or the least recently used, a
-        ``wanted`` layer's last. If all are in use, the lease that was read least recently ends. A StateError if all are in use
-        by layers that run."""
+        """The slot to overwrite: that at this ``address``, the layer's own, a stale one, or the least recently used, a
+        ``wanted`` layer's last; else the one whose lease was read least recently. A StateError if layers that run use all."""
         own = self.own_slots.get(layer.index) if address is None else self.at_address[address]
         slots = self.slots if own is None else [own]
 

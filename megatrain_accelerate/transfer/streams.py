@@ -9,19 +9,18 @@ h2d_stream      weights, host to device, one copy a layer;           compute of 
 d2h_stream      gradients, device to host, as many                   compute of the layer that follows in backward
 =============== ==================================================== =============================================
 
-Events live on the objects that they protect. No slot is freed or allocated within a step; events order its reuse, so
-``record_stream`` isn't needed.
+Events live on the objects that they protect, and order the reuse of slots, so that ``record_stream`` isn't needed.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.store.layout import FlatLayout
 
 
@@ -91,11 +90,8 @@ class _Slot:
 
 
 class WeightSlot(_Slot):
-    """One layer's weights on the device.
-
-    Owner: the prefetcher. Writer: the h2d stream. Reader: the compute stream. May be written again once
-    ``compute_finished_event`` is over. Layout: the flat layout of the layer that it holds, from byte 0.
-    """
+    """One layer's weights on the device, in its flat layout from byte 0. Owner: the prefetcher. Writer: the h2d stream.
+    Reader: the compute stream. May be written again once ``compute_finished_event`` is over."""
 
     def __init__(self, buffer: torch.Tensor, streams: Streams) -> None:
         super().__init__(buffer)
@@ -109,8 +105,7 @@ class WeightSlot(_Slot):
         self.last_used = self.last_gathered = 0
         """When a call used it last, and when one that all ranks make did."""
         self.users = 0
-        """How many calls of its layer use it now, issuing kernels that read it: one that a backward has begun with may run
-        again within a recompute. Nothing else may be copied into it meanwhile."""
+        """How many calls of its layer issue kernels now that read it: nothing else may be copied into it meanwhile."""
         self.late_ms = 0.0
         """How much earlier the copy would have been issued but for the layer's step; for the counters."""
         self.reader: Any = None
@@ -122,14 +117,9 @@ class WeightSlot(_Slot):
         self.compute_finished_event = streams.event()
         self._at: dict[tuple[torch.dtype, torch.Size, tuple[int, ...], int], torch.Tensor] = {}
 
-    @contextlib.contextmanager
-    def read_by(self, call: Any) -> Iterator[None]:
+    def read_by(self, call: Any) -> contextlib.AbstractContextManager[None]:
         """A call of its layer computes with it while the body runs."""
-        before, self.reader = self.reader, call
-        try:
-            yield
-        finally:
-            self.reader = before
+        return replaced(self, "reader", call)
 
     def require_reader(self) -> Any:
         """The call that computes with it. Raises a StateError if none does: another layer's weights may soon lie there."""
@@ -157,12 +147,9 @@ class WeightSlot(_Slot):
 
 
 class GradientSlot(_Slot):
-    """One layer's gradients on the device until they are on the host.
-
-    Owner: the gradient offloader. Writer: the compute stream. Reader: the d2h stream. May be written again once
-    ``grads_copied_event`` is over. Layout: the trainable prefix of the layer's flat layout, of ``size_bytes`` and
-    ``parameter_count`` parameters at most.
-    """
+    """One layer's gradients on the device until they are on the host: the trainable prefix of its flat layout, of
+    ``size_bytes`` and ``parameter_count`` parameters at most. Owner: the gradient offloader. Writer: the compute stream.
+    Reader: the d2h stream. May be written again once ``grads_copied_event`` is over."""
 
     trainable_only = True
 

@@ -55,7 +55,7 @@ def test_fp16_is_refused_by_the_accelerator_and_by_the_training_arguments(tmp_pa
     before = remember(model)
     with pytest.raises(UnsupportedError, match=r"fp16=True .* loss scaling.*Use bf16=True"):
         make_arguments(tmp_path, fp16=True)
-    with pytest.raises(UnsupportedError, match=r"mixed_precision='fp16' .*Use mixed_precision: bf16"):
+    with pytest.raises(UnsupportedError, match=r"mixed_precision: fp16 .*Use mixed_precision: bf16"):
         Accelerator(mixed_precision="fp16", cpu=True)
     assert_untouched(model, before)
 

@@ -20,7 +20,7 @@ from megatrain_accelerate.plan.placement import Counts, peak_bytes
 from megatrain_accelerate.plan.step_outline import outline_step
 from megatrain_accelerate.store.host_pool import HostPool
 from megatrain_accelerate.transfer import activation_offload
-from megatrain_accelerate.transfer.activation_offload import ActivationOffloader
+from megatrain_accelerate.transfer.activation_offload import ActivationOffloader, Recording
 from megatrain_accelerate.transfer.call_order import CallOrder, Tape
 from megatrain_accelerate.transfer.meter import Meter
 from megatrain_accelerate.transfer.streams import Streams
@@ -69,7 +69,7 @@ def test_views_come_back_with_their_bits_and_strides_and_their_storage_travels_o
 ) -> None:
     base = torch.randint(0, 2, (6, 8, 4)).to(dtype)
     saved = [base, base.transpose(0, 2), base[2:5, 1::2], base[:1].expand(3, 8, 4), base.flatten()[7]]
-    recording, tape = offloader.record("layer", []), Tape(CallOrder(1))
+    recording, tape = Recording(offloader, "layer"), Tape(CallOrder(1))
     places = [recording.place(tensor) for tensor in saved]
     offloader.send(recording, tape, 0)
     assert offloader.pool.used_bytes == 64 * 1024, "one block"
@@ -91,7 +91,7 @@ def test_views_come_back_with_their_bits_and_strides_and_their_storage_travels_o
 
 def test_small_tensors_and_those_that_others_hold_stay(offloader: ActivationOffloader) -> None:
     held, large = torch.zeros(MIB), torch.zeros(MIB)
-    recording = offloader.record("layer", [held])
+    recording = Recording(offloader, "layer", [held])
     assert recording.place(torch.zeros(MIB // 4 - 1)) is None
     assert recording.place(held[1:]) is None
     assert recording.place(large.to_sparse()) is None
@@ -102,7 +102,7 @@ def test_what_is_written_to_after_it_was_saved_is_an_error_not_a_wrong_gradient(
     offloader: ActivationOffloader, small_tensors_leave: None
 ) -> None:
     tensors = [torch.zeros(16) for _ in range(3)]
-    recording = offloader.record("layers.3", [])
+    recording = Recording(offloader, "layers.3")
     places = [recording.place(tensor) for tensor in tensors]
     tensors[0].add_(1)  # while its layer runs
     offloader.send(recording, Tape(CallOrder(1)), 0)
@@ -120,7 +120,7 @@ def test_a_tensor_saved_before_and_after_a_write_is_two_values(
     offloader: ActivationOffloader, small_tensors_leave: None
 ) -> None:
     tensor = torch.zeros(16)
-    recording = offloader.record("layer", [])
+    recording = Recording(offloader, "layer")
     before = recording.place(tensor)
     tensor.add_(1)
     after = recording.place(tensor)
@@ -137,7 +137,7 @@ def test_device_memory_is_given_up_one_run_later(offloader: ActivationOffloader,
     for position in range(4):
         offloader.run_begins()
         alive.append([ref() is not None for ref in places_storages(places)])
-        recording = offloader.record("layer", [])
+        recording = Recording(offloader, "layer")
         tensor = torch.full((1000,), float(position))
         places.append((recording.place(tensor), weakref.ref(tensor.untyped_storage())))
         del tensor
@@ -161,7 +161,7 @@ def test_between_runs_that_leave_others_have_time_for_the_copies(
         offloader.run_begins()
         alive.append(sum(ref() is not None for ref in places_storages(places)))
         if position % 3 == 0:
-            recording = offloader.record("layer", [])
+            recording = Recording(offloader, "layer")
             tensor = torch.full((1000,), float(position))
             places.append((recording.place(tensor), weakref.ref(tensor.untyped_storage())))
             del tensor
