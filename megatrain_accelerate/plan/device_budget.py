@@ -17,11 +17,11 @@ class DeviceBudget:
         self._runtime, self._device = runtime, device
         self._config = config
         self.given_bytes: int | None = None
-        """Used instead of all that: the smallest of several ranks', while they plan together; a described machine's."""
+        """Overrides the settings: the smallest of several ranks' budgets, while they plan together; a described machine's."""
         self.reserved_share = 0.0
         """Of the device's memory, what stays free for somebody who takes it by turns with the model, and not now."""
         self.exchange_bytes: int | None = None
-        """Of buffers for other ranks' gradients, where the ranks are only described."""
+        """Bytes of buffers for other ranks' gradients, where the ranks are only described."""
 
     @property
     def exists(self) -> bool:
@@ -56,7 +56,7 @@ class DeviceBudget:
         return sum(self.held_bytes_by_kind().values())
 
     def held_bytes_by_kind(self) -> dict[str, int]:
-        """Those by what they hold."""
+        """Those bytes by what they hold."""
         runtime = self._runtime
         layers = [layer.unit.bytes_by_kind() for layer in runtime.layers if layer.unit.is_on_device]
         there = [unit.bytes_by_kind() for unit in runtime.units if unit.is_on_device]
@@ -74,7 +74,7 @@ class DeviceBudget:
         }
 
     def fixed_bytes_by_kind(self, outline: StepOutline | None = None) -> dict[str, int]:
-        """Those under any placement: now, or when a step of this outline is under way."""
+        """Bytes that are held under any placement: now, or when a step of this outline is under way."""
         runtime, sums = self._runtime, self._runtime.gradient_sums
         part_slots, exchange = runtime.expert_streams.prefetcher.device_bytes, runtime.offloader.exchange
         exchange_bytes = self.exchange_bytes if exchange is None else exchange.device_bytes

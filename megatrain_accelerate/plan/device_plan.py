@@ -329,13 +329,13 @@ class DevicePlan:
                 token_tile=outline.token_tile,
                 usual_share=1.0,
                 usual_bytes=0,
+                is_linear=False,
                 offloaded_bytes=0,
                 predicted_time=None,
             )
             room_is_free = False
             if self.budget.exists:
-                usual = self._usual_step(model, inputs, planned, outline)
-                plan, room_is_free = self._placed(plan, outline, usual)
+                plan, room_is_free = self._placed(model, inputs, plan, outline)
             if room_is_free or growth < FREE_GROWTH:
                 break
         fixed_bytes = self.fixed_bytes(outline)
@@ -376,30 +376,29 @@ class DevicePlan:
             logger.info("megatrain: no batches of another size can be planned for (%s)", error)
             return None
 
-    def _usual_step(
-        self, model: nn.Module, inputs: Mapping[str, Any], planned: BatchExtent, outline: StepOutline
-    ) -> tuple[float, StepOutline] | None:
-        """A batch of the mean size of those so far: its tokens over those of the largest, which is planned for, and its step.
-        None where most batches are about as large, or the step can't be told."""
-        if not planned.real or (share := self.made.tokens / (self.made.batches * planned.real)) > MOST_USUAL_SHARE:
-            return None
-        in_a_row = self._runtime.calls.real is not None
-        # Without padding the tokens alone count, else the length does, too.
-        extent = dataclasses.replace(planned, real=round(share * planned.real)) if in_a_row else planned
-        if (resized := resized_batch(model, inputs, extent, 1.0 if in_a_row else share)) is None:
-            return None
-        batch, real = resized
-        with layers_run(self._runtime, outline.samples, outline.token_tile):
-            usual = self._step_on(model, batch, real if in_a_row else None)
-        return None if usual is None else (share, usual)
-
     def _placed(
-        self, plan: PlanRecord, outline: StepOutline, usual: tuple[float, StepOutline] | None
+        self, model: nn.Module, inputs: Mapping[str, Any], plan: PlanRecord, outline: StepOutline
     ) -> tuple[PlanRecord, bool]:
-        """The plan with the fastest placement, for the usual batch and the largest if there are both; and whether room for
-        the largest costs the usual one nothing."""
-        if usual is not None and (both := place_both(plan, *usual, outline, self.search_for, self._fixed())) is not None:
-            return both
+        """The plan with the fastest placement, for the usual batch too where that is smaller; and whether room for the largest
+        costs the usual one nothing."""
+        planned, calls = plan.planned, self._runtime.calls
+        share = plan.tokens / (plan.batches * planned.real) if planned.real else 1.0
+
+        def step_at(share: float) -> StepOutline | None:
+            if calls.real is None:
+                resized = resized_batch(model, inputs, planned, share)
+            else:  # without padding the tokens alone count, else the length does, too
+                resized = resized_batch(model, inputs, dataclasses.replace(planned, real=round(share * planned.real)), 1.0)
+            if resized is None:
+                return None
+            batch, real = resized
+            with layers_run(self._runtime, outline.samples, outline.token_tile):
+                return self._step_on(model, batch, real if calls.real is not None else None)
+
+        if share <= MOST_USUAL_SHARE:
+            both = place_both(plan, share, step_at, outline, self.search_for, self._fixed())
+            if both is not None:
+                return both
         search = self.search_for(outline)
         found = search.best() or search.leanest()
         time, offloaded_bytes = None if outline.surely_fits else found.time, sum(sent_bytes(outline, found.placement))

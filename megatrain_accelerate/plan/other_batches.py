@@ -15,12 +15,12 @@ from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.step_profile import LayerProfile, StepOutline
 
 FREE_GROWTH = 3.0
-"""How much larger than the batches so far a plan that shows that sizes vary allows batches to be, where that costs the usual
-batch nothing (:mod:`.usual_batch`). Of 40 orders of a library's functions as documents, 8 a batch, 12 have a plan behind the
-fiftieth batch with 2.0, and one has with 3.0."""
+"""Size of the batches that a plan covers, over that of those so far: where sizes vary, and that costs the usual batch nothing
+(:mod:`.usual_batch`). In 40 orders of a library's functions as documents, 8 a batch, 12 planned again behind the fiftieth
+batch with 2.0, and one with 3.0."""
 
 GROWTH_FACTORS = (1.5, 2.0)
-"""The same where it costs something: of the first such plan, and of each later one."""
+"""Where it costs something: of the first plan that knows that sizes vary, and of each later one."""
 
 
 @dataclasses.dataclass(frozen=True)

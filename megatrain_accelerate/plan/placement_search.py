@@ -118,6 +118,10 @@ class PlacementSearch:
         """Whether there is any placement within the budget; less work than finding the best."""
         return self._first_that_fits(next(iter(self._budget_pairs))) is not None
 
+    def fits(self, placement: Placement) -> bool:
+        """Whether the device has room for the step by this placement."""
+        return self._peak_bytes(placement) <= self._budget
+
     def best(self) -> Candidate | None:
         """The fastest placement that fits; None if none does. Where all of the model fits, nothing streams: AdamW on the
         host would save a little time of the device, and cost the thread that launches kernels more."""

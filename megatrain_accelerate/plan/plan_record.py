@@ -61,9 +61,9 @@ class PlanRecord:
     predicted_time: StepTime | None = None
     """Of the usual batch where there is one, else of the largest."""
     batches: int = 0
-    """So far."""
+    """Number of batches so far."""
     tokens: int = 0
-    """Of those together, as :attr:`BatchExtent.real` counts them."""
+    """Of all of them together, as :attr:`BatchExtent.real` counts them."""
     usual_share: float = 1.0
     """Tokens of a batch of the mean size, the *usual* one, over those of the largest that the plan covers."""
     usual_placement: Placement = dataclasses.field(default_factory=Placement)
@@ -71,25 +71,27 @@ class PlanRecord:
     usual_bytes: int = 0
     """Predicted of the usual batch."""
     is_linear: bool = False
-    """Whether the memory between the usual batch and the largest grows at most with the tokens, and only the number of kept
-    layers differs."""
+    """Whether the two placements differ in the number of kept layers alone, and what is between them may be reckoned."""
 
     def placement_at(self, share: float) -> Placement:
-        """For a batch with that share of the largest one's tokens. If ``k`` layers are kept, a batch of ``t`` tokens takes
-        ``a + (b + c k) t`` bytes: the most layers that fit fall on a line over ``1 / t``."""
+        """For a batch with that share of the largest one's tokens. A batch of ``t`` tokens with ``k`` kept layers takes
+        ``a + (b + c k) t`` bytes, where each layer keeps ``c`` a token, ``b`` are needed beside them, and ``a`` in any case.
+        So the most layers that fit fall on a line over ``1 / t``."""
         if share <= self.usual_share < 1.0:
             return self.usual_placement
         if share >= 1.0 or not self.is_linear:
             return self.placement
-        kept, last = len(self.placement.kept), max(self.usual_placement.kept, default=0)
+        kept, last_kept = len(self.placement.kept), max(self.usual_placement.kept, default=0)
         more = (len(self.usual_placement.kept) - kept) * (1 / share - 1) / (1 / self.usual_share - 1)
-        return dataclasses.replace(self.placement, kept=frozenset(range(last + 1 - kept - int(more), last + 1)))
+        return dataclasses.replace(self.placement, kept=frozenset(range(last_kept + 1 - kept - int(more), last_kept + 1)))
 
     def bytes_at(self, share: float) -> int:
-        """Predicted for such a batch, at most."""
+        """Predicted for such a batch, at most: with the kept layers on that line, bytes are on one over ``t``."""
+        if share <= self.usual_share < 1.0:
+            return self.usual_bytes
         if share >= 1.0 or not self.is_linear:
             return self.predicted_bytes
-        above = max(0.0, share - self.usual_share) / (1.0 - self.usual_share)
+        above = (share - self.usual_share) / (1.0 - self.usual_share)
         return round(self.usual_bytes + above * (self.predicted_bytes - self.usual_bytes))
 
     def as_data(self) -> dict[str, Any]:

@@ -19,39 +19,38 @@ MOST_USUAL_SHARE = 0.9
 """Where batches of the mean size have more than this share of the largest one's tokens, all are planned for as the largest."""
 
 LINEAR_SHARE = 0.98
-"""Of what a layer would keep for the usual batch if that grew with the tokens alone: rounding takes a little."""
+"""Bytes that a layer keeps, over those that are reckoned, may be as few: rounding takes a little."""
 
 SearchFor = Callable[[StepOutline, Mapping[str, Any]], PlacementSearch]
 
 
 def place_both(
-    plan: PlanRecord, share: float, usual: StepOutline, largest: StepOutline, search_for: SearchFor, fixed: Mapping[str, Any]
+    plan: PlanRecord,
+    share: float,
+    step_at: Callable[[float], StepOutline | None],
+    largest: StepOutline,
+    search_for: SearchFor,
+    fixed: Mapping[str, Any],
 ) -> tuple[PlanRecord, bool] | None:
     """The plan with a placement for the usual batch, that of ``share`` of the largest one's tokens, and one for the largest;
-    None if there are none with the units in the same places. With it, whether the largest costs the others nothing: units live
-    where the usual batch alone would have them, and batches between the two keep as many layers as fit.
+    None if there are none with the units in the same places. And whether that costs the usual batch nothing: units live where
+    it alone would have them, and batches between the two keep as many layers as fit.
 
     Args:
-        search_for: gives the search for a step's placement with some :class:`~.placement.Counts` fixed.
+        step_at: gives the step on a batch of a share of the largest one's tokens, None if it can't be told.
+        search_for: gives the search for a step's placement with these :class:`~.placement.Counts` fixed.
         fixed: those that the settings leave no choice of.
     """
-    if "kept" in fixed or (best := search_for(usual, fixed).best()) is None:
+    usual = None if "kept" in fixed else step_at(share)
+    if usual is None or (best := search_for(usual, fixed).best()) is None:
         return None
     found = _largest_beside(best, largest, search_for, fixed)
     if found is None:
         return None
-    most, fixed = found
+    most, there = found
     moves = most.placement.on_device != best.placement.on_device
-    if moves and (best := search_for(usual, fixed).best()) is None:
+    if moves and (best := search_for(usual, there).best()) is None:
         return None
-    calls = zip(usual.forward_calls, largest.forward_calls, strict=True)
-    kept_bytes = [(usual.profiles[less.kind].kept_bytes, largest.profiles[more.kind].kept_bytes) for less, more in calls]
-    differs_in_kept = dataclasses.replace(most.placement, kept=best.placement.kept) == best.placement
-    is_linear = (
-        differs_in_kept
-        and len(most.placement.kept) <= len(best.placement.kept)
-        and all(less >= LINEAR_SHARE * share * more for less, more in kept_bytes)
-    )
     both = dataclasses.replace(
         plan,
         placement=most.placement,
@@ -60,17 +59,24 @@ def place_both(
         usual_share=share,
         usual_placement=best.placement,
         usual_bytes=best.peak_bytes,
-        is_linear=is_linear,
+        is_linear=_keeps_in_proportion(share, usual, largest) and _differs_in_kept(best, most),
     )
-    return both, is_linear and not moves
+    if both.is_linear and len(most.placement.kept) < len(best.placement.kept):
+        # What else a batch takes may grow more slowly than its tokens (the loss takes tiles): one between the two tells.
+        between = share**0.5
+        step = step_at(between)
+        fits = step is not None and search_for(step, there).fits(both.placement_at(between))
+        both = dataclasses.replace(both, is_linear=fits)
+    return both, both.is_linear and not moves
 
 
 def _largest_beside(
     best: Candidate, largest: StepOutline, search_for: SearchFor, fixed: Mapping[str, Any]
 ) -> tuple[Candidate, Mapping[str, Any]] | None:
-    """The largest batch's placement with as many layers on the device as there are with ``best``, or as many as fit, and the
-    counts that it was found with."""
-    for count in range(len(best.placement.on_device), -1, -1):
+    """The largest batch's placement with as many layers on the device as there are with ``best``, or as many as fit unless
+    that is fixed, and the counts that it was found with."""
+    most_layers = len(best.placement.on_device)
+    for count in range(most_layers, most_layers - 1 if "on_device" in fixed else -1, -1):
         there = {**fixed, "on_device": count, "groups_on_device": best.placement.groups_on_device}
         search = search_for(largest, there)
         if search.something_fits:
@@ -78,3 +84,16 @@ def _largest_beside(
             found = search.best_with(best.placement.budgets) or search.best()
             return None if found is None else (found, there)
     return None
+
+
+def _differs_in_kept(best: Candidate, most: Candidate) -> bool:
+    same = dataclasses.replace(most.placement, kept=best.placement.kept) == best.placement
+    return same and len(most.placement.kept) <= len(best.placement.kept)
+
+
+def _keeps_in_proportion(share: float, usual: StepOutline, largest: StepOutline) -> bool:
+    """Whether what layers keep grows at most in proportion to the tokens, and is as much for each layer."""
+    less, more = ([step.profiles[call.kind].kept_bytes for call in step.forward_calls] for step in (usual, largest))
+    if len(less) != len(more) or min(more) < LINEAR_SHARE * max(more):
+        return False
+    return all(own >= LINEAR_SHARE * share * of_largest for own, of_largest in zip(less, more, strict=True))
