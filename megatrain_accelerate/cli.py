@@ -21,8 +21,6 @@ from megatrain_accelerate.errors import ConfigError, MegatrainError
 from megatrain_accelerate.estimate import command as estimate
 from megatrain_accelerate.tracing import DEFAULT_STEP, NOTES, PERFETTO_TRACE, PICTURE, RAW_TRACE, TraceRequest
 
-_POLL_SECONDS = 0.5
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand; by default that of the process's arguments. Returns the exit status."""
@@ -116,7 +114,7 @@ def _trace(options: argparse.Namespace) -> int:
     try:
         while status is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                status = process.wait(timeout=_POLL_SECONDS)
+                status = process.wait(timeout=0.5)
             if (folder / RAW_TRACE).exists():
                 write_results(folder)
     finally:

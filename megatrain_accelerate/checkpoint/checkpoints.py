@@ -35,8 +35,6 @@ STAGING_PREFIX = ".megatrain-incomplete"
 _TRAINER_STATE = "trainer_state.json"
 """What the Trainer's own checkpoints have, and a folder that a script made for its files hasn't."""
 
-_POLL_SECONDS = 0.5
-
 # Weights, adapters and the state of a training: what a resume or from_pretrained() would read beside a checkpoint's own files.
 _FILES_OF_A_CHECKPOINT = re.compile(
     r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
@@ -215,7 +213,7 @@ def _saving_progress(folder: Path, expected_bytes: int, show: bool) -> Iterator[
 
     def draw() -> None:
         with bar:
-            while not done.wait(_POLL_SECONDS):
+            while not done.wait(0.5):
                 written = 0
                 for path in folder.rglob("*"):
                     with contextlib.suppress(OSError):  # files come and go while they are written

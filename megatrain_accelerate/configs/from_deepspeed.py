@@ -20,10 +20,6 @@ import yaml  # type: ignore[import-untyped]
 
 from megatrain_accelerate.errors import ConfigError
 
-_PARAGRAPH = textwrap.TextWrapper(
-    120, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-)
-
 
 class Kind(enum.Enum):
     """What a remark asks of the user. Remarks are shown in this order, below these lines."""
@@ -63,15 +59,15 @@ class Conversion:
             if of_kind:
                 yield f"{kind.value}:"
             for text, keys in of_kind.items():
-                about = ", ".join(keys)
-                yield from _PARAGRAPH.wrap(f"{about}: {text}" if text else about)
+                about = ", ".join(keys) + (f": {text}" if text else "")
+                whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+                yield from textwrap.wrap(about, 120, initial_indent="- ", subsequent_indent="  ", **whole)
 
     def yaml(self, source: str) -> str:
         """The whole file: settings, then the remarks as comments."""
         settings = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MEGATRAIN", "num_processes": 1}
         settings |= {"num_machines": 1, **self.settings}
-        if "megatrain_config" in settings:  # comes last
-            settings["megatrain_config"] = settings.pop("megatrain_config")
+        settings = dict(sorted(settings.items(), key=lambda item: item[0] == "megatrain_config"))  # which comes last
         head = f"# Made of {source}. Start a training with: accelerate launch --config THIS_FILE train.py\n"
         remarks = "".join(f"# {line}\n" for line in self.lines())
         return f"{head}{yaml.safe_dump(settings, sort_keys=False)}\n{remarks}"
@@ -83,8 +79,7 @@ Handler = Callable[[Any, Conversion], "Remark | None"]
 _do = functools.partial(Remark, Kind.DO)
 _nothing = functools.partial(Remark, Kind.NOTHING)
 _without = functools.partial(Remark, Kind.WITHOUT)
-_is_true = functools.partial(operator.is_, True)
-_is_false = functools.partial(operator.is_, False)
+_is_true, _is_false = (functools.partial(operator.is_, flag) for flag in (True, False))
 
 
 def _is_off(value: Any) -> bool:
@@ -303,8 +298,6 @@ _ROWS: dict[str, Remark | Handler] = {
 }
 KEYS = {re.sub(r"^zero\b", "zero_optimization", key): entry for keys, entry in _ROWS.items() for key in keys.split()}
 """By key, with the sections before it; that of a section counts for what isn't named of it."""
-_BY_ARGUMENTS = {"fp16.enabled": _do("where the script says fp16 (fp16=True, --fp16), it must say bf16")}
-"""What else there is to say of a key whose value is ``auto``."""
 _SECTIONS = {key[: dot.start()] for key in KEYS for dot in re.finditer(r"\.", key)}
 
 
@@ -366,7 +359,8 @@ def _remark(key: str, value: Any, conversion: Conversion) -> Remark | None:
         near = difflib.get_close_matches(key, KEYS, 1, 0.9)
         return Remark(Kind.UNKNOWN, f"did you mean {near[0]}?" if near else "")
     if value == "auto" and not (isinstance(entry, Remark) and entry.kind is not Kind.DO):
-        return _BY_ARGUMENTS.get(key, Remark(Kind.AUTO, ""))
+        said_fp16 = _do("where the script says fp16 (fp16=True, --fp16), it must say bf16")
+        return said_fp16 if key == "fp16.enabled" else Remark(Kind.AUTO, "")
     if not isinstance(entry, Remark):
         remark = entry(value, conversion)
     else:

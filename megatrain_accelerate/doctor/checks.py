@@ -14,7 +14,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -83,16 +83,11 @@ def examine(folder: Path, measures: bool) -> Iterator[Finding]:
     checks |= {"cores": cores, "NUMA": numa, "host memory": host_memory, "several GPUs": several_gpus}
     checks |= {"disk": functools.partial(disk, folder)} | ({"speeds": speeds} if measures else {})
     for name, check in checks.items():
-        yield from found_by(name, check)
-
-
-def found_by(name: str, check: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:
-    """The findings of a check; one that fails is a finding itself, and the others go on."""
-    try:
-        return check()
-    except Exception as error:
-        text = f"can't be checked: {type(error).__name__}: {error}"
-        return [Finding(name, "broken", text, "mend what the message says, and run megatrain doctor again")]
+        try:
+            yield from check()
+        except Exception as error:  # a finding itself, and the others go on
+            text = f"can't be checked: {type(error).__name__}: {error}"
+            yield Finding(name, "broken", text, "mend what the message says, and run megatrain doctor again")
 
 
 def versions() -> list[Finding]:

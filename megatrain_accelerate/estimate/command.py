@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import itertools
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,11 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
-def _speed(unit: float) -> Callable[[str], float]:
-    def speed(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if 0 < float(text) < math.inf:
-                return unit * float(text)
-        raise argparse.ArgumentTypeError(f"{text!r} isn't a finite number above 0")
-
-    return speed
+def _speed(text: str, unit: float = GB) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return unit * float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} isn't a finite number above 0")
 
 
 def _count(text: str) -> int:
@@ -81,12 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--gpu-memory", "gpu_memory_bytes", parse_size, "SIZE", "of a GPU, for example 24GiB"),
         ("--host-memory", "host_memory_bytes", parse_size, "SIZE", "of the machine, for example 1.5TiB"),
         ("--cores", "cores", _count, "N", "of the machine; default: usual for the GPUs"),
-        ("--link", "link_bytes", _speed(GB), "GB/S", "between host and GPU, sustained, each way"),
-        ("--peer-link", "peer_bytes", _speed(GB), "GB/S", "of gradients that several GPUs exchange, sustained, each way"),
-        ("--network", "network_bytes", _speed(GB), "GB/S", "of one of several machines to the others, sustained, each way"),
-        ("--host-step", "host_step_parameters", _speed(1e9), "X", "G parameters a second that the machine's AdamW steps"),
-        ("--tflops", "dense_flops", _speed(1e12), "X", "of bf16 products, sustained"),
-        ("--gpu-bandwidth", "device_bytes", _speed(GB), "GB/S", "of the GPU's memory, sustained"),
+        ("--link", "link_bytes", _speed, "GB/S", "between host and GPU, sustained, each way"),
+        ("--peer-link", "peer_bytes", _speed, "GB/S", "of gradients that several GPUs exchange, sustained, each way"),
+        ("--network", "network_bytes", _speed, "GB/S", "of one of several machines to the others, sustained, each way"),
+        ("--host-step", "host_step_parameters", _speed, "X", "G parameters a second that the machine's AdamW steps"),
+        ("--tflops", "dense_flops", functools.partial(_speed, unit=1e12), "X", "of bf16 products, sustained"),
+        ("--gpu-bandwidth", "device_bytes", _speed, "GB/S", "of the GPU's memory, sustained"),
     ):
         machine.add_argument(option, dest=name, type=kind, metavar=metavar, help=text)
 

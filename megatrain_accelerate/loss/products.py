@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers import token_tiles
 from megatrain_accelerate.units import MIB
 
@@ -36,15 +38,9 @@ def product_form(device_type: str, dtype: torch.dtype) -> str:
 _stands_for_gpu = False
 
 
-@contextlib.contextmanager
-def standing_for_a_gpu() -> Iterator[None]:
+def standing_for_a_gpu() -> contextlib.AbstractContextManager[None]:
     """Products of tensors without data are taken as on a GPU while the body runs, though the tensors are the CPU's."""
-    global _stands_for_gpu
-    before, _stands_for_gpu = _stands_for_gpu, True
-    try:
-        yield
-    finally:
-        _stands_for_gpu = before
+    return replaced(sys.modules[__name__], "_stands_for_gpu", True)
 
 
 def runs_on_gpu(tensor: torch.Tensor) -> bool:

@@ -52,11 +52,10 @@ class DeviceBudget:
         return left
 
     def held_bytes(self) -> int:
-        """Bytes that the engine holds now."""
         return sum(self.held_bytes_by_kind().values())
 
     def held_bytes_by_kind(self) -> dict[str, int]:
-        """Those bytes by what they hold."""
+        """Bytes that the engine holds now."""
         runtime = self._runtime
         layers = [layer.unit.bytes_by_kind() for layer in runtime.layers if layer.unit.is_on_device]
         there = [unit.bytes_by_kind() for unit in runtime.units if unit.is_on_device]

@@ -26,13 +26,7 @@ from megatrain_accelerate.plan.device_budget import DeviceBudget
 from megatrain_accelerate.plan.evaluation_weights import EvaluationWeights
 from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.layer_measurement import CERTAIN_SHARE, measure_layers
-from megatrain_accelerate.plan.machine import (
-    USABLE_SHARE_OF_DEVICE,
-    Machine,
-    free_bytes,
-    measured_machine,
-    seconds_of,
-)
+from megatrain_accelerate.plan.machine import USABLE_SHARE_OF_DEVICE, Machine, free_bytes, measured_machine, seconds_of
 from megatrain_accelerate.plan.other_batches import (
     FREE_GROWTH,
     GROWTH_FACTORS,
@@ -282,8 +276,7 @@ class DevicePlan:
             held = {**self.budget.fixed_bytes_by_kind(outline), "step": plan.predicted_bytes - self.fixed_bytes(outline)}
             logger.warning(
                 "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s) and %.1f GiB are planned with; if it "
-                "runs out of memory, set megatrain_config.micro_batch_size, or lower per_device_train_batch_size or the "
-                "sequence length",
+                "runs out of memory, set megatrain_config.micro_batch_size, or lower per_device_train_batch_size or lengths",
                 plan.predicted_bytes / GIB,
                 ", ".join(f"{kind} {count / GIB:.1f}" for kind, count in held.items()),
                 budget_bytes / GIB,
@@ -401,9 +394,8 @@ class DevicePlan:
                 return both
         search = self.search_for(outline)
         found = search.best() or search.leanest()
-        time, offloaded_bytes = None if outline.surely_fits else found.time, sum(sent_bytes(outline, found.placement))
-        placed = dataclasses.replace(plan, placement=found.placement, predicted_time=time, offloaded_bytes=offloaded_bytes)
-        return placed, False
+        time, sent = None if outline.surely_fits else found.time, sum(sent_bytes(outline, found.placement))
+        return dataclasses.replace(plan, placement=found.placement, predicted_time=time, offloaded_bytes=sent), False
 
     def _note_batches(self, *extents: BatchExtent) -> None:
         tokens = self.made.tokens + sum(extent.real for extent in extents)

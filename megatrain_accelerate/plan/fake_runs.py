@@ -60,10 +60,6 @@ class KnownValues(TorchDispatchMode):
             with _disable_current_modes():
                 self._known[fake] = real.detach().to("cpu", copy=True)
 
-    def knows(self, tensor: Any) -> bool:
-        """Whether it is a tensor without data whose values are known."""
-        return isinstance(tensor, FakeTensor) and tensor in self._known
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):  # flex attention, say
@@ -101,7 +97,7 @@ class KnownValues(TorchDispatchMode):
         if is_one_draw or (func is _ATEN.ones_like.default and args[0].dim() == 0):
             with _disable_current_modes():
                 return torch.ones((), dtype=kwargs.get("dtype") or (torch.float32 if is_one_draw else args[0].dtype))
-        if name.startswith(_RANDOM) or not all(map(self._is_known, tensors)) or not (tensors or _is_small_factory(args)):
+        if name.startswith(_RANDOM) or not all(map(self.knows, tensors)) or not (tensors or _is_small_factory(args)):
             return None
         kwargs = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
         args, kwargs = tree_map_only(torch.Tensor, self._value, (args, kwargs))
@@ -118,7 +114,7 @@ class KnownValues(TorchDispatchMode):
             return args
         indices: list[torch.Tensor | None] = []
         for index in args[1]:
-            if index is None or index.dtype != torch.bool or not self._is_known(index):
+            if index is None or index.dtype != torch.bool or not self.knows(index):
                 indices.append(index)
                 continue
             with _disable_current_modes():
@@ -126,8 +122,8 @@ class KnownValues(TorchDispatchMode):
             indices += [torch.empty(count, dtype=torch.int64, device=index.device) for _ in range(index.dim())]
         return args[0], indices
 
-    def _is_known(self, tensor: torch.Tensor) -> bool:
-        # One that has data is a constant of the model's code.
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's values are known; one that has data is a constant of the model's code."""
         return tensor in self._known or (not isinstance(tensor, FakeTensor) and tensor.numel() <= _MOST_ELEMENTS)
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -177,7 +177,9 @@ class _MeasuredLayers:
             forward, kept_forward, backward = measurement.forward, measurement.kept_forward, measurement.backward
             kept_bytes = max(0, kept_forward.left_bytes - measurement.given_up_bytes)
             recomputes: dict[str, Any] = {"recomputed_bytes": max(kept_forward.peak_bytes, kept_bytes + backward.peak_bytes)}
-            if self._may_recompute(kind, kept_bytes * split.count):
+            # Unless it is certain that all calls' activations fit the device.
+            others = sum(self._outline.profiles[other].kept_bytes for other in self.kinds if other != kind)
+            if self.kinds.count(kind) * kept_bytes * split.count + others > CERTAIN_SHARE * self._budget_bytes:
                 recomputes |= measurement.run_recomputes()
         finally:
             runtime.prefetcher.release(slot)
@@ -199,11 +201,6 @@ class _MeasuredLayers:
         reckoned: dict[str, Any] = {name: getattr(dry, name) for name in names}
         output, recorded = made
         return dataclasses.replace(profile, **reckoned), (batch_of(row, output), recorded)
-
-    def _may_recompute(self, kind: Hashable, kept_bytes: int) -> bool:
-        """Whether it isn't certain that all calls' activations fit the device: one of ``kind`` keeps ``kept_bytes``."""
-        others = sum(self._outline.profiles[other].kept_bytes for other in self.kinds if other != kind)
-        return self.kinds.count(kind) * kept_bytes + others > CERTAIN_SHARE * self._budget_bytes
 
 
 def _measure_outside(

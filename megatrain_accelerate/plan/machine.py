@@ -147,13 +147,12 @@ def keep_speeds(path: Path, measured: Sequence[Machine]) -> None:
 def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
     """The median of a few rounds after one that doesn't count, since it touches memory and loads kernels."""
     rounds = []
+    wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     for _ in range(_ROUNDS + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait()
         start = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait()
         rounds.append(time.perf_counter() - start)
     return statistics.median(rounds[1:])
 

@@ -58,12 +58,7 @@ class BatchExtent:
 
     def union(self, other: BatchExtent) -> BatchExtent:
         """The smallest extent that covers both."""
-        if not self.elements:
-            return other
-        elements = max(self.elements, other.elements)
-        if not (self.length and other.length):
-            return BatchExtent(elements)
-        return BatchExtent(elements, max(self.length, other.length), max(self.real, other.real))
+        return BatchExtent(*map(max, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 def row_size(inputs: Mapping[str, Any]) -> int:

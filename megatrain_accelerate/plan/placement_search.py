@@ -96,7 +96,8 @@ class PlacementSearch:
         self._time = functools.cache(lambda placement: simulate_step(at(*placement.budgets), model, placement, machine))
         self._step_bytes = functools.cache(lambda placement: step_bytes(at(*placement.budgets), model, placement))
         is_free = "kept" not in fixed and not fixed.get("offloaded")
-        self._budget_pairs = dict.fromkeys([*(outline.budget_pairs if is_free else ()), _WHOLE])
+        budgets = {budget.value for profile in outline.profiles.values() for budget in profile.budgets if is_free}
+        self._budget_pairs = dict.fromkeys([*itertools.pairwise(sorted({*budgets, *_WHOLE})), _WHOLE])
         some, count = _spread(self._count), self._count
         variations = [
             ({"inputs_offloaded"}, lambda at: _varied(at, inputs_offloaded=self._some_and_near(at.inputs_offloaded, 2))),

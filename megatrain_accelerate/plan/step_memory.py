@@ -181,10 +181,6 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
     return attention_flops(name, args)
 
 
-_INSTALLED_FLAG = "_output_capturing_hooks_installed"
-"""transformers installs the hooks that collect router logits once, and notes it here (utils/output_capturing.py)."""
-
-
 @contextlib.contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
     """The model has no hooks while the body runs but those of the engine that say ``runs_dry``, and keeps nothing that it
@@ -195,7 +191,8 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
             for name in HOOKS:
                 ours = ((key, hook) for key, hook in own[name].items() if getattr(hook, "runs_dry", False))
                 module.__dict__[name] = OrderedDict(ours)
-            module.__dict__.pop(_INSTALLED_FLAG, None)
+            # Where transformers notes that it has installed the hooks that collect router logits (utils/output_capturing.py).
+            module.__dict__.pop("_output_capturing_hooks_installed", None)
         yield
     finally:
         for module, before in attributes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Hashable
 from typing import Any
 
@@ -165,12 +164,6 @@ class StepOutline:
         if (low, high) == (NOTHING.value, EVERYTHING.value):
             return self
         return dataclasses.replace(self, profiles={kind: profile.at(low, high) for kind, profile in self.profiles.items()})
-
-    @property
-    def budget_pairs(self) -> list[tuple[float, float]]:
-        """The pairs of neighbouring memory budgets between which layers can be divided; the first has the lowest."""
-        values = {budget.value for profile in self.profiles.values() for budget in profile.budgets}
-        return list(itertools.pairwise(sorted(values | {NOTHING.value, EVERYTHING.value})))
 
     @property
     def largest_layer_bytes(self) -> int:

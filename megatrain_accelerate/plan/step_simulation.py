@@ -30,8 +30,6 @@ _NORM_BYTES = 2
 _LOST_TO_EXCHANGE = 0.15
 """Of the device's compute while gradients are exchanged: collectives take some of its multiprocessors."""
 
-_STEPS = 3
-
 
 class Resource:
     """Does one thing at a time."""
@@ -385,7 +383,7 @@ def simulate_step(outline: StepOutline, model: Model, placement: Placement, mach
     pipeline = _Pipeline(outline, model, placement, machine)
     resources = (pipeline.compute, pipeline.h2d, pipeline.d2h, pipeline.host, pipeline.network)
     start, busy = 0.0, [0.0] * len(resources)
-    for _ in range(_STEPS):
+    for _ in range(3):
         start, busy = pipeline.compute.free_at, [resource.busy for resource in resources]
         for micro_batch in range(model.micro_batches):
             pipeline.forward_and_backward(is_last=micro_batch == model.micro_batches - 1)
