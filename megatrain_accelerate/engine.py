@@ -38,12 +38,7 @@ from megatrain_accelerate.plan.layer_discovery import Discovery, discover_layers
 from megatrain_accelerate.plan.placement import require_layers
 from megatrain_accelerate.plan.step_outline import what_sees_a_batch
 from megatrain_accelerate.progress import progress_bar
-from megatrain_accelerate.store.host_limits import (
-    anonymous_bytes,
-    count_promises_of,
-    require_host_bytes,
-    settings_that_take_less,
-)
+from megatrain_accelerate.store.host_limits import anonymous_bytes, promising, require_host_bytes, settings_that_take_less
 from megatrain_accelerate.store.layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.store.shared_store import SharedStore
 from megatrain_accelerate.store.step_worker import StepWorker
@@ -198,7 +193,7 @@ class Engine:
                 for group in groups:
                     group.show_device_weights()
             if device.type != "meta":
-                count_promises_of(self.runtime)
+                promising.add(self.runtime)
             for layer in layers:
                 install_proxy(layer.module, functools.partial(self.runtime.run_layer, layer), self._drain_for_copy)
             for experts in self.runtime.experts:

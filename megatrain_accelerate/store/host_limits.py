@@ -24,17 +24,12 @@ CONSTANT_OVERHEAD_BYTES = 2 * GIB
 _MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 2.06}
 """Of AdamW's moments, a parameter."""
 
-
-_promising: weakref.WeakSet[Any] = weakref.WeakSet()
+promising: weakref.WeakSet[Any] = weakref.WeakSet()
 """Engines' runtimes that will take ``promised_bytes`` of host memory later, which count as taken already."""
 
 
-def count_promises_of(runtime: Any) -> None:
-    _promising.add(runtime)
-
-
 def _promised_bytes() -> int:
-    return sum(runtime.promised_bytes for runtime in _promising)
+    return sum(runtime.promised_bytes for runtime in promising)
 
 
 def _read(path: Path) -> str:
@@ -155,7 +150,6 @@ def require_host_bytes(
     raise HostMemoryError(
         f"the model's weights and optimizer states take {required / GIB:.2f} GiB of host memory{shares} ({split}) and "
         f"{CONSTANT_OVERHEAD_BYTES / GIB:.0f} GiB are kept for everything else, but {source} leaves "
-        f"{(available + freed) / GIB:.2f} GiB (of which {freed / GIB:.2f} GiB are the loaded model's own). "
-        f"{remedy}Take a machine or a limit with more memory, freeze a part of the model (2 bytes a parameter), train LoRA "
-        f"adapters, or {figure}"
+        f"{(available + freed) / GIB:.2f} GiB (of which {freed / GIB:.2f} GiB are the loaded model's own). {remedy}Take a "
+        f"machine or a limit with more memory, freeze a part (2 bytes a parameter), train LoRA adapters, or {figure}"
     )

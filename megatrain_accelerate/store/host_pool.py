@@ -30,12 +30,7 @@ class HostPool:
     ``host_memory_gib``: see :func:`available_host_bytes`."""
 
     def __init__(
-        self,
-        segment_bytes: int,
-        *,
-        kernels: HostKernels,
-        register: bool,
-        host_memory_gib: float | None = None,
+        self, segment_bytes: int, *, kernels: HostKernels, register: bool, host_memory_gib: float | None = None
     ) -> None:
         self._segment_bytes, self._kernels, self._register = segment_bytes, kernels, register
         self._host_memory_gib = host_memory_gib
