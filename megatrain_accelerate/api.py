@@ -65,10 +65,7 @@ def drain(model: nn.Module | None = None) -> None:
 
     engines = all_engines() if model is None else engines_with(model)
     if model is not None and not engines:
-        raise UnsupportedError(
-            "drain() was given a model that accelerator.prepare() hasn't seen with megatrain active; give it what prepare() "
-            "returned, or leave the call out: only a prepared model has steps that are still to be applied"
-        )
+        raise UnsupportedError("drain() needs what accelerator.prepare() returned with megatrain active, or no argument")
     for engine in engines:
         engine.drain()
 
@@ -97,8 +94,5 @@ def export_masters(model: nn.Module, folder: str | os.PathLike[str], max_shard_g
 
     engine = engine_of(model)
     if engine is None:
-        raise UnsupportedError(
-            "export_masters() was given a model that accelerator.prepare() hasn't seen with megatrain active; "
-            "prepare it first, or save a model that isn't streamed with save_pretrained()"
-        )
+        raise UnsupportedError("export_masters() needs a prepared model; save one that isn't streamed with save_pretrained()")
     return write_masters(model, engine, Path(folder), max_shard_gib)

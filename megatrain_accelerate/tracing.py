@@ -21,8 +21,6 @@ ENV_TRACE_DIR = "MEGATRAIN_TRACE_DIR"
 ENV_TRACE_STEP = "MEGATRAIN_TRACE_STEP"
 """The optimizer step to trace, counted from 1."""
 DEFAULT_STEP = 5
-FIRST_STEP = 2
-"""The first step's forward follows no step, so that it has no host step to show."""
 RAW_TRACE = "raw_trace.json.gz"
 """The profiler's own trace, complete when it is there; deleted when the Perfetto file is made of it."""
 NOTES = "megatrain"
@@ -81,10 +79,8 @@ class TraceRequest:
     step: int = DEFAULT_STEP
 
     def __post_init__(self) -> None:
-        if self.step < FIRST_STEP:
-            raise ConfigError(
-                f"step {self.step} can't be traced: a period begins with the step before; use {FIRST_STEP} or more"
-            )
+        if self.step < 2:  # the first one's forward follows no step, so that it has no host step to show
+            raise ConfigError(f"step {self.step} can't be traced: a period begins with the step before; use 2 or more")
 
     def environment(self) -> dict[str, str]:
         """The variables that hand the request to the processes of a command."""
@@ -282,9 +278,7 @@ def empty_figure(size: tuple[float, float], needs: str, remedy: str) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UnsupportedError(
-            f"{needs} needs matplotlib, which can't be imported ({error}): pip install matplotlib, or {remedy}"
-        ) from error
+        raise UnsupportedError(f"{needs} needs matplotlib ({error}): pip install matplotlib, or {remedy}") from error
     return Figure(figsize=size, layout="constrained")
 
 

@@ -78,7 +78,7 @@ class Estimate:
         """Of positions, which no sequence can be longer than; None if the model has none."""
         if table is not None and asked is not None and asked > table.positions:
             raise ConfigError(
-                f"--length {asked} is more than the {table.positions:,} positions that the model has ({table.name}); lower it"
+                f"--length {asked} is more than the model's {table.positions:,} positions ({table.name}); lower it"
             )
         self.length = asked or min(USUAL_LENGTH, table.positions if table is not None else USUAL_LENGTH)
         """Tokens of each sequence in the rows."""

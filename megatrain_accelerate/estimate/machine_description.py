@@ -150,23 +150,18 @@ def describe_machine(options: Namespace, config: MegatrainConfig) -> MachineDesc
         found.notes.append(f"{gpus} processes share the host's step, and {exchange}")
     if machines > 1:
         if network_bytes is None:
-            raise ConfigError(
-                f"--machines is {machines}, and nothing says how fast the network between them is: give --network, in GB/s "
-                "that one machine sustains each way"
-            )
+            raise ConfigError(f"--machines is {machines}: give --network, GB/s that one of them sustains each way")
         found.network_bytes = network_bytes
         found.notes.append(
             f"a forecast of what isn't there: training on several machines is refused. {machines} would exchange gradients "
-            f"and stepped weights at {network_bytes / GB:g} GB/s each way, as the option says; memory and host step are of "
-            "each"
+            f"and stepped weights at {network_bytes / GB:g} GB/s each way, as the option says; memory and step are of each"
         )
     if config.gpu_memory_bytes is not None:
         most = found.gpu_total_bytes - CONTEXT_BYTES
         if config.gpu_memory_bytes > most:
             raise ConfigError(
                 f"megatrain_config.gpu_memory_gib is {config.gpu_memory_gib:g}, and the GPU ({found.gpu}) has "
-                f"{found.gpu_total_bytes / GIB:.1f} GiB, of which CUDA's context takes {CONTEXT_BYTES / GIB:.1f}; lower it to "
-                f"{most / GIB:.1f} or less, or leave it out"
+                f"{most / GIB:.1f} GiB beside CUDA's context; lower it to that or less, or leave it out"
             )
         found.gpu_bytes = config.gpu_memory_bytes
     if config.host_memory_gib is not None:
@@ -177,14 +172,9 @@ def describe_machine(options: Namespace, config: MegatrainConfig) -> MachineDesc
 
 def _this_machine(options: Namespace, config: MegatrainConfig) -> MachineDescription:
     if not torch.cuda.is_available():
-        raise ConfigError(
-            "this machine has no GPU that torch can use; describe one, for example --gpu H200 --host-memory 1.5TiB --cores 64"
-        )
+        raise ConfigError("torch finds no GPU here; describe one, for example --gpu H200 --host-memory 1.5TiB --cores 64")
     if options.cores is not None:
-        raise ConfigError(
-            "--cores describes another host than this one, whose AdamW was measured; name its speed by --host-step, or "
-            "describe the whole machine (--gpu)"
-        )
+        raise ConfigError("--cores is of another host than this one; name its speed by --host-step, or the machine by --gpu")
     device = torch.device("cuda", torch.cuda.current_device())
     with contextlib.closing(HostKernels(config.host_threads)) as kernels:
         machine = measured_machine(device, kernels)
@@ -228,9 +218,7 @@ def _described(options: Namespace, config: MegatrainConfig) -> MachineDescriptio
         )
     gpus = options.gpus
     if gpu.shares_memory and gpus > 1:
-        raise ConfigError(
-            f"--gpus is {gpus}, and the memory that {gpu.name} shares with its host is that of one GPU; leave it out"
-        )
+        raise ConfigError(f"--gpus is {gpus}, and {gpu.name}, which shares its host's memory, is one GPU; leave it out")
     sockets = {DESKTOP_DRAM: 1, GRACE_DRAM: gpus}.get(gpu.host_dram_bytes, -(-gpus // GPUS_OF_A_SOCKET))
     dram_bytes = sockets * gpu.host_dram_bytes
     # Copies to all GPUs together are no faster than the memory that they read.
@@ -249,8 +237,7 @@ def _described(options: Namespace, config: MegatrainConfig) -> MachineDescriptio
             )
     if total <= CONTEXT_BYTES:
         raise ConfigError(
-            f"--gpu-memory {total / GIB:.2f} GiB leaves nothing beside the CUDA context's {CONTEXT_BYTES / GIB:.1f} GiB; "
-            "raise it"
+            f"--gpu-memory {total / GIB:.2f} GiB: CUDA's context alone takes {CONTEXT_BYTES / GIB:.1f}; raise it"
         )
     machine = Machine(
         h2d_bytes=H2D_SHARE * gpu.link_bytes,

@@ -119,6 +119,5 @@ def refuse_unstepped(layers: Sequence[Stepped], parameters: Collection[int]) -> 
             raise StateError(
                 f"{len(names)} gradients of layer {layer.name} (the first: {names[0]}) were set by the script, or consumed by "
                 "an earlier step and not cleared, and gradients that pass have no place from which step() could read them; "
-                "call optimizer.zero_grad() after each step, or set megatrain_config.host_gradients to 'kept' (2 bytes a "
-                "parameter more)"
+                "call zero_grad() after each step, or set megatrain_config.host_gradients to 'kept' (2 bytes a parameter more)"
             )

@@ -78,10 +78,7 @@ class Fp32Sums:
             return
         if self._device.type == "cuda":
             if not can_step_on(self._device):
-                raise KernelError(
-                    "summing gradients in fp32 on the GPU needs Triton, which this torch has not; install it (`pip install "
-                    "triton`), or set megatrain_config.accumulation_dtype to 'bf16'"
-                )
+                raise KernelError("fp32 sums need Triton: `pip install triton`, or megatrain_config.accumulation_dtype: bf16")
             self._device_kernels = DeviceKernels()
         if not self.is_budgeted:
             # All that is still to be allocated and wasn't promised: the optimizer may be prepared after this.

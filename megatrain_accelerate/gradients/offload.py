@@ -143,9 +143,8 @@ class GradientOffloader:
         for state in taken.states:
             if state.parameter._backward_hooks or state.parameter._post_accumulate_grad_hooks:
                 raise UnsupportedError(
-                    f"parameter {layer.name}.{state.name} has a gradient hook (register_hook, "
-                    "register_post_accumulate_grad_hook, wandb.watch), which a streamed parameter's gradient never passes; "
-                    "remove it, or hook the layer's outputs instead"
+                    f"{layer.name}.{state.name} has a gradient hook (register_hook, register_post_accumulate_grad_hook, "
+                    "wandb.watch), which a streamed parameter's gradient never passes; remove it, or hook the layer's outputs"
                 )
         return taken
 

@@ -73,16 +73,11 @@ class OutsideGradients:
         gradient = arrived[0]
         if gradient is None or gradient.requires_grad:  # of ``create_graph``: autograd's
             return None
-        if self._offloader.exchange is not None:
+        if self._offloader.exchange is not None or self._offloader.passes:
+            kept = "megatrain_config.host_gradients to 'kept' (2 bytes a parameter more)"
             raise StateError(
-                f"{unit.name}.{state.name} got a gradient from outside its layer (a penalty on the weights), which several "
-                "processes can't add up; set num_processes: 1"
-            )
-        if self._offloader.passes:
-            raise StateError(
-                f"{unit.name}.{state.name} got a gradient from outside its layer (a penalty on the weights), and "
-                "megatrain_config.host_gradients: passing keeps none to which it could be added; set host_gradients to 'kept' "
-                "(2 bytes a parameter more)"
+                f"{unit.name}.{state.name} got a gradient from outside its layer (a penalty on the weights), which can't be "
+                f"added to its own; set {kept if self._offloader.exchange is None else 'num_processes: 1'}"
             )
         backward = torch._C._current_graph_task_id()
         with self._lock:

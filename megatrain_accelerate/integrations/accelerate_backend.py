@@ -46,25 +46,18 @@ def require_servable(accelerator: Any) -> None:
     """Raises ``ConfigError`` where there is no GPU and the CPU wasn't asked for, ``UnsupportedError`` for fp16, fp8, or
     whole-model compilation: when an Accelerator is made, and when it prepares, since ``enable()`` may come later."""
     if accelerator.device.type not in ("cuda", "cpu"):
-        raise UnsupportedError(
-            f"megatrain streams to CUDA devices; this run's device is {accelerator.device}. Run it on a machine with an "
-            "NVIDIA GPU, or without megatrain"
-        )
+        raise UnsupportedError(f"megatrain streams to CUDA devices, not to {accelerator.device}; take one, or leave it off")
     # The state knows only what it was made with, which may have been before the Accelerator.
     asked_for_cpu = getattr(accelerator.state, "_cpu", False) or parse_flag_from_env("ACCELERATE_USE_CPU")
     if accelerator.device.type == "cpu" and not asked_for_cpu:
         raise ConfigError(
-            "megatrain found no CUDA device. Check the driver (`nvidia-smi`) and torch's build "
-            "(torch.cuda.is_available()), or ask for the CPU, which is for tests and a first look: `use_cpu: true` in the "
-            "yaml, `--use_cpu` on a Trainer script, or ACCELERATE_USE_CPU=true"
+            "megatrain found no CUDA device. Check `nvidia-smi` and torch.cuda.is_available(), or ask for the CPU, for tests "
+            "and a first look: `use_cpu: true` in the yaml, `--use_cpu` on a Trainer script, or ACCELERATE_USE_CPU=true"
         )
     require_precision(accelerator.mixed_precision)
     plugin = getattr(accelerator.state, "dynamo_plugin", None)
     if plugin is not None and str(getattr(plugin.backend, "value", plugin.backend)).upper() != "NO":
-        raise UnsupportedError(
-            "torch_compile of the whole model can't be used with megatrain, which swaps weights under the model; leave "
-            "torch_compile (dynamo_backend) off"
-        )
+        raise UnsupportedError("megatrain swaps weights under the model; leave torch_compile (dynamo_backend) of it off")
 
 
 def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,10 +125,7 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
         refuse_sparse_gradients(model)
     if engine is None:
         if getattr(model, "hf_device_map", None):
-            raise UnsupportedError(
-                "the model was loaded with a device_map and is spread over devices; megatrain places weights itself: "
-                "load it with from_pretrained without device_map"
-            )
+            raise UnsupportedError("the model was loaded with a device_map, but megatrain places weights; load it without")
         earlier_models, earlier_optimizers, was_trained = take_over(model, config)
         for optimizer in (one for other in _engines(accelerator) for one in other.optimizers):
             _refuse_two_models(optimizer, model)
@@ -183,10 +173,7 @@ def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
     where the Accelerator is gone, ``HostMemoryError`` where what is trained now doesn't fit."""
     found, before = accelerator(), engine_of(model)
     if found is None or before is None:
-        raise StateError(
-            "parameters were unfrozen after the model was prepared, and the Accelerator that prepared it is gone; prepare it "
-            "again, or unfreeze them before"
-        )
+        raise StateError("parameters were unfrozen, and the Accelerator that prepared the model is gone; prepare it again")
     before.runtime.watch.settle()
     gradients = {} if before.config.passes_gradients else {p: p.grad for p in model.parameters() if p.grad is not None}
     drivers = (driver for driver in before.optimizer_drivers if isinstance(driver, FusedStep))
@@ -269,10 +256,7 @@ def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
 def require_steps_after_backward(config: MegatrainConfig) -> None:
     """Raises ``ConfigError`` where the settings want steps in backward, of several processes."""
     if config.step_schedule == "backward" or config.passes_gradients:
-        raise ConfigError(
-            "megatrain_config.step_schedule: backward and host_gradients: passing step layers in backward, which several "
-            "processes can't do; leave both out, or set num_processes: 1"
-        )
+        raise ConfigError("step_schedule: backward and host_gradients: passing are for a single process; leave both out")
 
 
 def require_steps_in_backward_possible(
@@ -280,28 +264,21 @@ def require_steps_in_backward_possible(
 ) -> None:
     """Raises ``ConfigError`` where the settings want steps in backward and gradients are clipped; or, where gradients pass
     (``host_gradients: passing``), accumulated, or a backward that failed is to be tried again."""
-    if config.passes_gradients and accumulation > 1:
-        raise ConfigError(
-            "megatrain_config.host_gradients: passing consumes gradients in backward, and gradient_accumulation_steps is "
-            f"{accumulation}; set it to 1 (megatrain_config.micro_batch_size runs a large batch in pieces), or "
-            "host_gradients to 'kept' (2 bytes a parameter more)"
-        )
-    if config.passes_gradients and clips:
-        raise ConfigError(
-            "megatrain_config.host_gradients: passing consumes gradients before their global norm is known, and max_grad_norm "
-            "is above 0; set max_grad_norm to 0, or host_gradients to 'kept' (2 bytes a parameter more)"
-        )
+    pieces = "(megatrain_config.micro_batch_size runs a large batch in pieces)"
+    for is_asked, what in (
+        (accumulation > 1, f"gradient_accumulation_steps is {accumulation}; set it to 1 {pieces}"),
+        (clips, "max_grad_norm is above 0; set max_grad_norm to 0"),
+        (tries_again, f"auto_find_batch_size tries one again that ran out of memory; leave it off {pieces}"),
+    ):
+        if config.passes_gradients and is_asked:
+            raise ConfigError(
+                f"megatrain_config.host_gradients: passing consumes gradients in backward, and {what}, or set host_gradients "
+                "to 'kept' (2 bytes a parameter more)"
+            )
     if config.step_schedule == "backward" and clips:
         raise ConfigError(
             "megatrain_config.step_schedule: backward steps a layer before the gradients' global norm is known, and "
             "max_grad_norm is above 0; set max_grad_norm to 0, or leave step_schedule out"
-        )
-    if config.passes_gradients and tries_again:
-        raise ConfigError(
-            "megatrain_config.host_gradients: passing steps layers in backward, and auto_find_batch_size tries a backward "
-            "again that ran out of memory, after some of its layers were stepped; leave auto_find_batch_size off "
-            "(megatrain_config.micro_batch_size runs a large batch in pieces), or set host_gradients to 'kept' (2 bytes a "
-            "parameter more)"
         )
 
 
@@ -374,8 +351,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if halves := sum(state.residual is not None for state in _stepped(optimizer)):
         raise UnsupportedError(
             f"this {type(optimizer).__name__} wasn't given to accelerator.prepare() and holds {halves} parameters of a "
-            "prepared model, whose weights are bf16 while their fp32 masters lie elsewhere: it would round its updates away. "
-            "Prepare it with the model"
+            "prepared model, whose fp32 masters lie elsewhere: it would round its updates away. Prepare it with the model"
         )
 
 

@@ -15,15 +15,11 @@ from typing import Any
 from megatrain_accelerate.activation import ENV_ACTIVE, ENV_CONFIG, read_settings
 from megatrain_accelerate.config import MegatrainConfig, nearest, usable_cpu_count
 from megatrain_accelerate.errors import ConfigError, MegatrainError, UnsupportedError
-from megatrain_accelerate.integrations.training_arguments import FLAG_HELP, require_precision
+from megatrain_accelerate.integrations.training_arguments import CONFIG_HELP, FLAG_HELP, require_precision
 from megatrain_accelerate.integrations.wrapping import ensure_ready
 
 TYPE = "MEGATRAIN"
 SECTION = "megatrain_config"
-
-_CONFIG_HELP = (
-    "Settings of megatrain_accelerate: a JSON object or a yaml file, in place of keys of the section megatrain_config."
-)
 
 _exported: dict[str, str] = {}
 """Variables that this launcher set; a later launch in the same process starts without them."""
@@ -97,7 +93,7 @@ def add_argument(original: Callable[..., Any], parser: Any, *names: str, **optio
         options.setdefault("dest", "config_file")
     if names == ("training_script",):
         original(parser, "--megatrain", default=None, action="store_true", help=FLAG_HELP)
-        original(parser, "--megatrain_config", default=None, help=_CONFIG_HELP)
+        original(parser, "--megatrain_config", default=None, help=CONFIG_HELP)
     return original(parser, *names, **options)
 
 
@@ -169,10 +165,7 @@ def _refuse_unsupported(arguments: Any, written: Any, file: str | None) -> None:
     require_precision(str(arguments.mixed_precision or getattr(written, "mixed_precision", None) or "no").lower())
     machines = _count(arguments, written, "num_machines")
     if machines > 1:
-        raise UnsupportedError(
-            f"num_machines is {machines}, and megatrain trains on the GPUs of one machine: set num_machines: 1 in the yaml, "
-            "or give --num_machines 1"
-        )
+        raise UnsupportedError(f"num_machines is {machines}, and megatrain trains on one machine: set num_machines: 1")
 
 
 def _count(arguments: Any, written: Any, name: str) -> int:

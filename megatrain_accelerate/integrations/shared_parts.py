@@ -35,8 +35,7 @@ def refuse_calls(earlier: nn.Module) -> None:
         shared = sum(engine.runtime.state_of(parameter) is not None for parameter in parameters)
         raise StateError(
             f"this {type(model).__name__} shares {shared} of its {len(parameters)} parameters with a {type(other).__name__} "
-            "that was prepared after it and has them now; prepare it anew before it is called (the other one then has to be "
-            "prepared again in turn), or give each a copy of its own"
+            "that was prepared after it and has them now; prepare it anew before it is called, or give each a copy of its own"
         )
 
     handle = earlier.register_forward_pre_hook(ModelHook(refuse, with_arguments=True))

@@ -12,13 +12,11 @@ from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.integrations.wrapping import ensure_ready, is_active
 
 FLAG_HELP = "Train with megatrain_accelerate: weights and optimizer states live in host memory and stream through one GPU."
-_CONFIG_HELP = (
-    "Settings of megatrain_accelerate: a JSON object, or the path of a yaml or JSON file with the keys of megatrain_config."
-)
+CONFIG_HELP = "Settings of megatrain_accelerate: a JSON object, or the path of a yaml file with the keys of megatrain_config."
 FIELDS = {
     "megatrain": (bool, dataclasses.field(default=False, compare=False, metadata={"help": FLAG_HELP})),
     # In this order: HfArgumentParser takes the second member of a union as the type of the argument.
-    "megatrain_config": (dict | str | None, dataclasses.field(default=None, compare=False, metadata={"help": _CONFIG_HELP})),
+    "megatrain_config": (dict | str | None, dataclasses.field(default=None, compare=False, metadata={"help": CONFIG_HELP})),
 }
 """Of ``TrainingArguments``."""
 
@@ -51,9 +49,7 @@ def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwarg
     given = getattr(arguments, "megatrain_config", None)
     asks = bool(getattr(arguments, "megatrain", False))
     if given is not None and not asks and not is_active():
-        raise ConfigError(
-            "megatrain_config is given but megatrain is off; add --megatrain (megatrain=True), or remove megatrain_config"
-        )
+        raise ConfigError("megatrain_config is given but megatrain is off; add --megatrain (megatrain=True), or leave it out")
     if asks or given is not None:
         settings = read_settings(given)
         if isinstance(given, str) and given.lstrip().startswith("{"):
@@ -75,8 +71,7 @@ def _refuse_unsupported(arguments: Any) -> None:
     if getattr(arguments, "use_vllm", False) and (mode := getattr(arguments, "vllm_mode", "server")) != "colocate":
         raise UnsupportedError(
             f"vllm_mode={mode!r} can't be used with megatrain: TRL sends weights from the GPU to the server, and those of "
-            "streamed layers are in host memory. Use vllm_mode='colocate', or leave use_vllm off: the streamed model "
-            "generates completions itself"
+            "streamed layers are on the host. Use vllm_mode='colocate', or leave use_vllm off: the model generates by itself"
         )
     if getattr(arguments, "bf16_full_eval", False) and not getattr(arguments, "bf16", False):
         raise UnsupportedError(

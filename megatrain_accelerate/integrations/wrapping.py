@@ -117,7 +117,6 @@ def _apply(patch: Patch, module: ModuleType) -> None:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a package; None if it isn't installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

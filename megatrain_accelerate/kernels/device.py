@@ -39,8 +39,7 @@ def device_kernels(device: torch.device, host_kernels: HostKernels) -> StepKerne
         return host_kernels
     if not can_step_on(device):
         raise KernelError(
-            "optimizer states on the GPU need Triton, which this torch has not; install it (`pip install triton`), or set "
-            "megatrain_config.placement.device_layers to 0"
+            "states on the GPU need Triton: `pip install triton`, or megatrain_config.placement.device_layers: 0"
         )
     return DeviceKernels()
 

@@ -67,14 +67,10 @@ class AdamArguments:
     """Ascend instead of descend: the sign of the gradient is turned after clipping."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay", "clip_factor"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0.0):
-                raise ConfigError(f"AdamArguments.{name} must be finite and not below 0, got {value}")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            if not 0.0 <= value < 1.0:
-                raise ConfigError(f"AdamArguments.{name} must be in [0, 1), got {value}")
+        ends = {**dict.fromkeys(("lr", "eps", "weight_decay", "clip_factor"), math.inf), "beta1": 1.0, "beta2": 1.0}
+        for name, end in ends.items():
+            if not 0.0 <= (value := getattr(self, name)) < end:
+                raise ConfigError(f"AdamArguments.{name} must be finite and in [0, {end}), got {value}")
         if self.step < 1:
             raise ConfigError(f"AdamArguments.step counts from 1, got {self.step}")
 
@@ -132,9 +128,7 @@ class HostKernels:
             raise KernelError(f"instruction_set must be one of {', '.join(INSTRUCTION_SETS)}; got {instruction_set!r}")
         chosen = INSTRUCTION_SETS.index(self.instruction_set)
         if chosen > best:
-            raise KernelError(
-                f"this machine can't run {instruction_set!r} kernels; the best it has is {INSTRUCTION_SETS[best]!r}"
-            )
+            raise KernelError(f"this machine can't run {instruction_set!r} kernels; its best are {INSTRUCTION_SETS[best]!r}")
         handle = self._library.megatrain_create(self.threads, chosen)
         if handle is None:
             raise KernelError(
@@ -176,15 +170,11 @@ class HostKernels:
             moment_dtypes = torch.int8, torch.uint8
             scales = [ctypes.c_void_p(scale.data_ptr()) for scale in (moments.exp_avg_scale, moments.exp_avg_sq_scale)]
             if first_element % BLOCK_ELEMENTS:
-                raise KernelError(
-                    f"first_element is {first_element}; runs of 8-bit moments begin at multiples of {BLOCK_ELEMENTS}"
-                )
+                raise KernelError(f"first_element is {first_element}; 8-bit moments need a multiple of {BLOCK_ELEMENTS}")
             of_blocks = {name: (getattr(moments, name), torch.float32) for name in ("exp_avg_scale", "exp_avg_sq_scale")}
             count, found = exp_avg.numel(), self._check(**of_blocks)
             if found != block_count(count):
-                raise KernelError(
-                    f"8-bit moments of {count:,} elements have {found:,} scales; they need {block_count(count):,}"
-                )
+                raise KernelError(f"8-bit moments of {count:,} elements have {found:,} scales, not {block_count(count):,}")
         self._call(
             "adamw",
             *scales,
@@ -259,10 +249,7 @@ class HostKernels:
             if tensor.device.type != "cpu":
                 raise KernelError(f"{name} must be in host memory, got a tensor on {tensor.device}; copy it first")
             if not tensor.is_contiguous():
-                raise KernelError(
-                    f"{name} must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}; "
-                    "pass the flat buffer or tensor.contiguous()"
-                )
+                raise KernelError(f"{name} must be contiguous, got {tuple(tensor.shape)} with strides {tensor.stride()}")
             lengths[name] = tensor.numel()
             first_name, first = next(iter(lengths.items()))
             if lengths[name] != first:
@@ -287,10 +274,7 @@ def _load_library() -> Any:
     except (OSError, AttributeError) as error:
         raise KernelError(f"the compiled host kernels can't be loaded: {error}. Remedy: {_REBUILD}") from error
     if version != _INTERFACE_VERSION:
-        raise KernelError(
-            f"the compiled host kernels have interface version {version}, this package needs {_INTERFACE_VERSION}: "
-            f"they are from another build. Remedy: {_REBUILD}"
-        )
+        raise KernelError(f"the compiled host kernels are of version {version}, not {_INTERFACE_VERSION}. Remedy: {_REBUILD}")
     library.megatrain_create.restype = ctypes.c_void_p
     library.megatrain_square_sum.restype = ctypes.c_double
     return library

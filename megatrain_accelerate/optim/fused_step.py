@@ -77,8 +77,7 @@ def _refuse_written(unit: HostUnit, versions: list[tuple[ParameterState, int, in
             what = "weight" if now[0] != versions_then[0] else "gradient"
             raise StateError(
                 f"the {what} of {unit.name}.{state.name} was written to after optimizer.step(), before the step was applied; "
-                "call megatrain_accelerate.drain() before such writes (optimizer.zero_grad() does it by itself), or set "
-                "megatrain_config.step_schedule to 'serial'"
+                "call megatrain_accelerate.drain() before such writes, or set megatrain_config.step_schedule to 'serial'"
             )
 
 
@@ -225,11 +224,7 @@ class FusedStep(HostStep):
         return steps
 
     def _submit(
-        self,
-        part: Stepped,
-        steps: list[Step],
-        before: Callable[[], bool] | None = None,
-        experts: ExpertPart | None = None,
+        self, part: Stepped, steps: list[Step], before: Callable[[], bool] | None = None, experts: ExpertPart | None = None
     ) -> None:
         """Hands a part's step to the worker, or that of some of its experts; their gate is closed until it is over."""
         unit, group = part.unit, part if isinstance(part, ResidentGroup) else None

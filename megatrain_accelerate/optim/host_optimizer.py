@@ -35,9 +35,7 @@ def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: s
     runtime.drain()  # steps of an optimizer before this one still write the moments
     optimizer.__class__ = getattr(type(optimizer), "_megatrain_original_class", type(optimizer))
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            "LBFGS runs the model several times within one step(), which can't stream; use AdamW or another first-order one"
-        )
+        raise UnsupportedError("LBFGS runs the model several times within step(), which can't stream; use AdamW, for example")
     # What the fused kernel does is what the optimizer's own step would do.
     is_fusable = type(optimizer) in (Adam, AdamW) and not any(
         group.get(option) for group in optimizer.param_groups for option in UNFUSED_OPTIONS
@@ -135,22 +133,14 @@ class MasterStep(HostStep):
     :class:`HostStep`, or for a setting that only the fused kernel has."""
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime) -> None:
-        name = type(optimizer).__name__
-        if runtime.ranks is not None:
-            raise UnsupportedError(
-                f"{name} has no fused host kernel, and its own step can't be shared by several processes; use AdamW or Adam, "
-                "or set num_processes: 1"
-            )
-        if runtime.config.passes_gradients:
-            raise UnsupportedError(
-                f"{name} has no fused host kernel, so that it can't consume gradients in backward; set "
-                "megatrain_config.host_gradients to 'kept' (2 bytes a parameter more), or use AdamW"
-            )
-        if runtime.config.moments_dtype != "fp32":
-            raise UnsupportedError(
-                f"{name} has no fused host kernel and keeps its own states; leave out "
-                "megatrain_config.moments_dtype, which is for AdamW and Adam"
-            )
+        name, config = type(optimizer).__name__, runtime.config
+        for is_set, setting in (
+            (runtime.ranks is not None, "set num_processes: 1"),
+            (config.passes_gradients, "set megatrain_config.host_gradients to 'kept' (2 bytes a parameter more)"),
+            (config.moments_dtype != "fp32", "leave out megatrain_config.moments_dtype, since it keeps its own states"),
+        ):
+            if is_set:
+                raise UnsupportedError(f"{name} has no fused host kernel; use AdamW or Adam, or {setting}")
         self._stepped: set[int] = set()
         """``id`` of each parameter whose master was stepped, or came with a checkpoint."""
         super().__init__(optimizer, runtime)

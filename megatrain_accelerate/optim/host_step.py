@@ -24,9 +24,8 @@ MOST_NONFINITE_STEPS = 5
 """The run stops at so many steps in a row with a non-finite gradient norm; fewer are skipped."""
 
 TAKEN_OVER = (
-    "another optimizer has taken over parameters of this one since it was prepared, and only one at a time can step them; "
-    "call accelerator.prepare(optimizer) before it steps again (it goes on with its own moments), or use one optimizer with "
-    "several param_groups"
+    "another optimizer has taken over parameters of this one, and only one at a time can step them; call "
+    "accelerator.prepare(optimizer) before it steps again (it goes on with its own moments), or use one with several groups"
 )
 ANOTHER_MODELS = (
     "the optimizer holds {} trained parameters of another streamed model, and one optimizer can't step two of these; give "

@@ -122,8 +122,7 @@ class EvaluationWeights:
             self._is_warned = True
             logger.warning(
                 "megatrain: evaluation_weights is 'resident', but %d of %d layers (%.1f GiB) don't fit the GPU memory beside "
-                "this evaluation and stream; lower the batch or the sequence length, raise megatrain_config.gpu_memory_gib or "
-                "set evaluation_weights to 'auto'",
+                "this evaluation and stream; lower its batch or length, raise gpu_memory_gib, or set 'auto'",
                 len(missing),
                 len(layers),
                 sum(layer.unit.layout.weight_bytes for layer in missing) / GIB,

@@ -158,10 +158,7 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
     """Raises :class:`UnsupportedError` if an embedding that is trained makes sparse gradients."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
-            raise UnsupportedError(
-                f"{name} is an embedding with sparse=True, whose gradient is a sparse tensor; only dense ones are summed, "
-                "clipped and stepped here. Make it with sparse=False"
-            )
+            raise UnsupportedError(f"embedding {name} makes sparse gradients, which aren't stepped: make it with sparse=False")
 
 
 def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> list[ResidentSpec]:

@@ -22,17 +22,15 @@ MOST_SPACING = 8
 """A layer's activations reach the host while this many others compute, on any link worth using."""
 
 
-def require_layers(layer_count: int, settings: PlacementSettings) -> None:
+def require_layers(layers: int, settings: PlacementSettings) -> None:
     """Raises a :class:`ConfigError` where the settings name more layers than the model has."""
     kept, offloaded = settings.kept_layers or 0, settings.offloaded_layers or 0
-    if kept > layer_count:
+    if kept > layers:
+        raise ConfigError(f"megatrain_config.placement.kept_layers is {kept}, but the model has {layers} layers; lower it")
+    if offloaded > layers - kept:
         raise ConfigError(
-            f"megatrain_config.placement.kept_layers is {kept}, but the model has {layer_count} layers; lower it"
-        )
-    if offloaded > layer_count - kept:
-        raise ConfigError(
-            f"megatrain_config.placement.offloaded_layers is {offloaded}, but {layer_count - kept} of the model's "
-            f"{layer_count} layers aren't kept (kept_layers is {kept}); lower one of the two"
+            f"megatrain_config.placement.offloaded_layers is {offloaded}, but {layers - kept} of the model's "
+            f"{layers} layers aren't kept (kept_layers is {kept}); lower one of the two"
         )
 
 

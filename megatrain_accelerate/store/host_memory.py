@@ -73,8 +73,7 @@ class HostMemory:
         if code != 0:
             raise HostMemoryError(
                 f"the CUDA driver refused to page-lock {format_bytes(self.size_bytes)} of host memory (error {code}); "
-                "raise the limit on locked memory (`ulimit -l unlimited`, in a container `--ulimit memlock=-1`), or free "
-                "host memory"
+                "raise the limit on locked memory (`ulimit -l unlimited`, in a container `--ulimit memlock=-1`), or free some"
             )
         self._finalizer = weakref.finalize(self, _unregister, self.address, self._mapping)
         self._finalizer.atexit = False

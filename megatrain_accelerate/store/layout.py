@@ -18,14 +18,11 @@ from collections.abc import Iterable
 
 import torch
 
-from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.units import round_up
 
 ALIGNMENT_ELEMENTS = 128
 """Elements to which each parameter's start is rounded up: 256 bytes in bf16, what vector loads and copies like;
 and a whole number of the blocks of :mod:`~megatrain_accelerate.kernels.moments`, so that each parameter begins one."""
-
-SUPPORTED_DTYPES = (torch.bfloat16, torch.float32)
 
 _keys: dict[tuple[tuple[ParameterSpec, int], ...], int] = {}
 """A number for each layout that a unit of this process has: quicker to look up than the layout itself."""
@@ -65,21 +62,13 @@ class FlatLayout:
 
     def __init__(self, specs: Iterable[ParameterSpec]) -> None:
         specs = list(specs)
-        if len({spec.name for spec in specs}) != len(specs):
-            raise ValueError(f"parameter names of one unit must be unique: {[spec.name for spec in specs]}")
-        for spec in specs:
-            if spec.dtype not in SUPPORTED_DTYPES:
-                raise UnsupportedError(
-                    f"parameter {spec.name} has dtype {spec.dtype}; weights must compute in torch.bfloat16 or "
-                    "torch.float32. Load the model in one of these (from_pretrained(..., dtype=...))"
-                )
         places: dict[str, FlatEntry] = {}
         self.weight_bytes = self.state_elements = 0
         self.split_elements = 0
         """Elements with a residual: the length of the residual array."""
         self.gradient_bytes = 0
         """Bytes of the gradient buffer: the trainable prefix of the weight buffer."""
-        for spec in sorted(specs, key=lambda spec: (not spec.trainable, SUPPORTED_DTYPES.index(spec.dtype))):
+        for spec in sorted(specs, key=lambda spec: (not spec.trainable, spec.dtype != torch.bfloat16)):
             padded = round_up(spec.numel, ALIGNMENT_ELEMENTS)
             places[spec.name] = FlatEntry(spec, self.weight_bytes, self.state_elements if spec.trainable else None)
             self.weight_bytes += padded * spec.dtype.itemsize

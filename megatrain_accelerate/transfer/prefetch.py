@@ -225,10 +225,7 @@ class Prefetcher:
             return min(free, key=rank)
         leased = [index for index, slot in self.leases.items() if slot in slots and slot.users == 1]
         if not leased:
-            raise StateError(
-                f"layer {layer.name} needs a weight slot while all {len(slots)} are in use by layers that run; set "
-                "megatrain_config.placement.slots to a larger number"
-            )
+            raise StateError(f"layer {layer.name} finds all {len(slots)} slots in use; raise megatrain_config.placement.slots")
         index = min(leased, key=lambda index: self.leases[index].last_used)
         found = self.leases[index]
         self.end_lease(index, prefetches=False)

@@ -325,7 +325,7 @@ def test_a_short_products_speed_is_not_taken_for_what_a_gpu_keeps_up(monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 4090")
     unknown = describe_machine(machine_options(), MegatrainConfig())
     assert unknown.machine == measured, "no training was measured on that one"
-    with pytest.raises(ConfigError, match=r"--cores describes another host.*--host-step"):
+    with pytest.raises(ConfigError, match=r"--cores is of another host.*--host-step"):
         describe_machine(machine_options(cores=8), MegatrainConfig())
     larger = describe_machine(machine_options(gpu_memory_bytes=200 * GIB), MegatrainConfig())
     assert (larger.gpu_total_bytes, larger.gpu_bytes) == (200 * GIB, int(0.9 * 200 * GIB))

@@ -116,7 +116,9 @@ def test_rotary_positions_and_those_of_a_tower_for_images_bound_no_text() -> Non
 
 
 def test_sequences_are_no_longer_than_the_models_table_of_positions(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--length 2048 is more than the 1,024 positions .*transformer\.wpe.*lower it"):
+    with pytest.raises(
+        ConfigError, match=r"--length 2048 is more than the model's 1,024 positions .*transformer\.wpe.*lower it"
+    ):
         estimated(tmp_path, GPT2, "--length", "2048", "--batch", "1")
     found = estimated(tmp_path, GPT2, "--batch", "1", "--no-limits")
     assert found.length == 1024

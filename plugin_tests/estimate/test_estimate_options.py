@@ -67,12 +67,14 @@ def test_an_argument_that_is_given_again_adds_to_the_first() -> None:
 
 
 def test_a_gpu_without_room_beside_cudas_context_is_refused_by_the_argument_that_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"--gpu-memory 0\.10 GiB leaves nothing beside the CUDA context's 0\.5 GiB"):
+    with pytest.raises(ConfigError, match=r"--gpu-memory 0\.10 GiB: CUDA's context alone takes 0\.5"):
         described(machine_options(DESKTOP, gpu_memory_bytes=GIB // 10))
 
 
 def test_settings_cannot_take_more_gpu_memory_than_there_is() -> None:
-    with pytest.raises(ConfigError, match=r"gpu_memory_gib is 500, and the GPU \(RTX4090\) has 23\.5 GiB.* to 23\.0 or less"):
+    with pytest.raises(
+        ConfigError, match=r"gpu_memory_gib is 500, and the GPU \(RTX4090\) has 23\.0 GiB beside CUDA's context; lower it"
+    ):
         described(gpu_memory_gib=500)
     assert described(gpu_memory_gib=23).gpu_bytes == 23 * GIB
 

@@ -173,7 +173,7 @@ def test_host_memory_that_a_setting_gives_is_that_of_each_process() -> None:
 
 @pytest.mark.parametrize("setting", ["host_gradients=passing", "step_schedule=backward"])
 def test_steps_in_backward_are_refused_as_the_training_refuses_them(setting: str) -> None:
-    with pytest.raises(ConfigError, match="which several processes can't do"):
+    with pytest.raises(ConfigError, match="are for a single process; leave both out"):
         estimated(2, 1, "--set", setting)
 
 
@@ -183,7 +183,7 @@ def test_experts_in_parts_are_refused_as_the_training_refuses_them() -> None:
 
 
 def test_gpus_that_share_memory_with_a_host_are_alone_with_it() -> None:
-    with pytest.raises(ConfigError, match=r"--gpus is 2, and the memory that GB10 shares .* is that of one GPU"):
+    with pytest.raises(ConfigError, match=r"--gpus is 2, and GB10, which shares its host's memory, is one GPU"):
         described(2, gpu="GB10")
 
 

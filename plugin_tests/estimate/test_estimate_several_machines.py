@@ -71,7 +71,7 @@ def test_weights_come_back_under_the_forward_and_gradients_leave_under_the_backw
 
 
 def test_the_speed_of_the_network_must_be_named() -> None:
-    with pytest.raises(ConfigError, match=r"--machines is 2, and nothing says how fast .*: give --network, in GB/s"):
+    with pytest.raises(ConfigError, match=r"--machines is 2: give --network, GB/s"):
         estimated(2, None)
 
 

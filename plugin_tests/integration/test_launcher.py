@@ -171,7 +171,7 @@ class TestYaml:
 class TestProcesses:
     @pytest.mark.parametrize("use_cpu", [False, True])
     def test_several_machines_are_refused(self, refused: Refused, tmp_path: Path, use_cpu: bool) -> None:
-        remedy = "num_machines is 2, .*set num_machines: 1 in the yaml, or give --num_machines 1"
+        remedy = "num_machines is 2, .*set num_machines: 1"
         with refused(remedy):
             parse("--config", write(tmp_path, use_cpu=use_cpu, num_machines=2))
         with refused(remedy):

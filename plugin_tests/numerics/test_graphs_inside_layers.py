@@ -188,7 +188,7 @@ def test_a_hidden_weight_is_not_fetched_over_one_of_a_layer_that_runs() -> None:
     with placed(model, "kept"):
         first = model.layers[0](model.projection(random_rows()))
         second = model.layers[1](first)
-        with pytest.raises(StateError, match="needs a weight slot while all 1 are in use"):
+        with pytest.raises(StateError, match="finds all 1 slots in use"):
             model.layers[2](second.detach(), loss=first.sum())
 
 

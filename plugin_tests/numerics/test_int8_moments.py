@@ -212,9 +212,9 @@ def test_a_gradient_that_is_not_finite_shows_in_its_block_and_no_other(kernels: 
 
 def test_a_run_within_a_block_or_with_too_few_scales_is_refused(kernels: HostKernels) -> None:
     weight, gradient, moments = values(6)
-    with pytest.raises(KernelError, match="first_element is 64; runs of 8-bit moments begin at multiples of 128"):
+    with pytest.raises(KernelError, match="first_element is 64; 8-bit moments need a multiple of 128"):
         kernels.adamw(weight, None, moments, gradient, arguments(), first_element=64)
     codes = moments.exp_avg, moments.exp_avg_sq
     short = Int8Moments(*codes, moments.exp_avg_scale[1:], moments.exp_avg_sq_scale[1:])
-    with pytest.raises(KernelError, match=r"8-bit moments of 262,605 elements have 2,051 scales; they need 2,052"):
+    with pytest.raises(KernelError, match=r"8-bit moments of 262,605 elements have 2,051 scales, not 2,052"):
         kernels.adamw(weight, None, short, gradient, arguments())

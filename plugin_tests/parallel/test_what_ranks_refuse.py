@@ -81,7 +81,7 @@ def loaded_weights_are_taken_over(rank: int) -> None:
 def steps_in_backward(rank: int) -> None:
     for settings in ({"step_schedule": "backward"}, {"host_gradients": "passing"}):
         run = training(**settings)
-        with pytest.raises(ConfigError, match="step layers in backward, which several processes can't do"):
+        with pytest.raises(ConfigError, match="are for a single process; leave both out"):
             _adopt(run.optimizer, run.engine)
 
 

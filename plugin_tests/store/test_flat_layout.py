@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
 from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS, FlatLayout, ParameterSpec
 from megatrain_accelerate.store.segments import apply_segments, plan_segments
@@ -113,17 +112,6 @@ def test_a_unit_without_trained_parameters_has_no_state() -> None:
     layout = FlatLayout([spec("a", 5, trainable=False), spec("b", 5, dtype=FP32, trainable=False)])
     assert (layout.gradient_bytes, layout.state_elements, layout.split_elements) == (0, 0, 0)
     assert layout.trainable_entries == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int8])
-def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(UnsupportedError, match=rf"parameter a has dtype {dtype}; .*from_pretrained"):
-        FlatLayout([spec("a", 5, dtype=dtype)])
-
-
-def test_two_parameters_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="unique"):
-        FlatLayout([spec("a", 5), spec("a", 6)])
 
 
 # ---------------------------------------------------------------------------------------- segments of the fused step
