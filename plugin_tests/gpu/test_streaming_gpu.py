@@ -133,6 +133,7 @@ def test_kept_layers_are_bit_equal_on_the_gpu_while_their_slots_hold_others(kept
 def test_layers_are_kept_up_to_the_budget_and_fewer_for_a_larger_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     # Room for batches that are larger still, where there is some, would be taken from these.
     monkeypatch.setattr(device_plan, "GROWTH_FACTORS", (1.0,))
+    monkeypatch.setattr(device_plan, "FREE_GROWTH", 1.0)
     torch.use_deterministic_algorithms(False)
     shape = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
     kept, peaks = [], []

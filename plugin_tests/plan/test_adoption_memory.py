@@ -228,7 +228,9 @@ def test_a_cgroup_over_its_limit_has_nothing_free(tmp_path: Path) -> None:
 @pytest.fixture
 def nothing_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that other tests left don't count."""
-    monkeypatch.setattr(host_limits, "promising", weakref.WeakSet())
+    nobody: weakref.WeakSet[Any] = weakref.WeakSet()
+    for module in ("store.host_limits", "engine"):
+        monkeypatch.setattr(f"megatrain_accelerate.{module}.promising", nobody)
 
 
 @pytest.mark.usefixtures("nothing_promised")
