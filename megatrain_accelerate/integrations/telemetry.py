@@ -33,8 +33,6 @@ PREFIX = "megatrain/"
 
 _SHOWN = {"tokens_per_second": "tokens_per_second", "gpu_peak_gib": "gpu_gib", "host_peak_gib": "host_gib"}
 """Maps an entry to its name on the console."""
-_A_PLAN_SECONDS = 0.01
-"""Less isn't a plan, but the sum of looks at batches that need none."""
 _SETTLED_STEPS = 10
 """So many steps in a row, none of them with a plan, are bound by the same resource before that is said."""
 
@@ -176,7 +174,7 @@ class Telemetry:
                 values[f"{link}_gb_per_second"] = getattr(since, f"{link}_copied_bytes") / GB / (1e-3 * copy_ms)
         if since.step_seconds > 0:
             values["host_step_gparams_per_second"] = 1e-9 * since.stepped_parameters / since.step_seconds
-        if is_planned := since.plan_seconds > _A_PLAN_SECONDS:
+        if is_planned := since.plan_seconds > 0:
             values["plan_seconds"] = since.plan_seconds
         if seconds > 0:
             earlier, self.shares = self.shares, bound_shares(wait_ms, 1e3 * seconds / steps)
