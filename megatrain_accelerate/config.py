@@ -220,7 +220,8 @@ class MegatrainConfig:
             )
         if self.host_gradients == "passing" and self.step_schedule not in ("auto", "backward"):
             raise ConfigError(
-                f"megatrain_config.host_gradients: passing needs step_schedule backward, not {self.step_schedule!r}"
+                "megatrain_config.host_gradients: passing consumes gradients in backward, and step_schedule is "
+                f"{self.step_schedule!r}; set step_schedule to auto or backward"
             )
         if self.expert_parts not in ("auto", 1):
             if on_device:

@@ -46,7 +46,9 @@ def require_servable(accelerator: Any) -> None:
     """Raises ``ConfigError`` where there is no GPU and the CPU wasn't asked for, ``UnsupportedError`` for fp16, fp8, or
     whole-model compilation: when an Accelerator is made, and when it prepares, since ``enable()`` may come later."""
     if accelerator.device.type not in ("cuda", "cpu"):
-        raise UnsupportedError(f"megatrain streams to CUDA devices, not to {accelerator.device}; take one, or leave it off")
+        raise UnsupportedError(
+            f"megatrain streams to CUDA devices, not to {accelerator.device}; run on an NVIDIA GPU, or without megatrain"
+        )
     # The state knows only what it was made with, which may have been before the Accelerator.
     asked_for_cpu = getattr(accelerator.state, "_cpu", False) or parse_flag_from_env("ACCELERATE_USE_CPU")
     if accelerator.device.type == "cpu" and not asked_for_cpu:
@@ -57,7 +59,7 @@ def require_servable(accelerator: Any) -> None:
     require_precision(accelerator.mixed_precision)
     plugin = getattr(accelerator.state, "dynamo_plugin", None)
     if plugin is not None and str(getattr(plugin.backend, "value", plugin.backend)).upper() != "NO":
-        raise UnsupportedError("megatrain swaps weights under the model; leave torch_compile (dynamo_backend) of it off")
+        raise UnsupportedError("megatrain swaps weights under the model; leave torch_compile (dynamo_backend) off")
 
 
 def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:

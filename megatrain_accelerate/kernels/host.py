@@ -249,7 +249,10 @@ class HostKernels:
             if tensor.device.type != "cpu":
                 raise KernelError(f"{name} must be in host memory, got a tensor on {tensor.device}; copy it first")
             if not tensor.is_contiguous():
-                raise KernelError(f"{name} must be contiguous, got {tuple(tensor.shape)} with strides {tensor.stride()}")
+                raise KernelError(
+                    f"{name} must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}; "
+                    "pass the flat buffer or tensor.contiguous()"
+                )
             lengths[name] = tensor.numel()
             first_name, first = next(iter(lengths.items()))
             if lengths[name] != first:
@@ -274,7 +277,10 @@ def _load_library() -> Any:
     except (OSError, AttributeError) as error:
         raise KernelError(f"the compiled host kernels can't be loaded: {error}. Remedy: {_REBUILD}") from error
     if version != _INTERFACE_VERSION:
-        raise KernelError(f"the compiled host kernels are of version {version}, not {_INTERFACE_VERSION}. Remedy: {_REBUILD}")
+        raise KernelError(
+            f"the compiled host kernels have interface version {version}, this package needs {_INTERFACE_VERSION}: "
+            f"they are from another build. Remedy: {_REBUILD}"
+        )
     library.megatrain_create.restype = ctypes.c_void_p
     library.megatrain_square_sum.restype = ctypes.c_double
     return library

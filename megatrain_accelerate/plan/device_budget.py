@@ -14,8 +14,7 @@ class DeviceBudget:
     """The memory that ``gpu_memory_gib`` names, or a share of what is free, of one engine on one device."""
 
     def __init__(self, runtime: StreamingRuntime, config: MegatrainConfig, device: torch.device) -> None:
-        self._runtime, self._device = runtime, device
-        self._config = config
+        self._runtime, self._config, self._device = runtime, config, device
         self.given_bytes: int | None = None
         """Overrides the settings: the smallest of several ranks' budgets, while they plan together; a described machine's."""
         self.reserved_share = 0.0

@@ -375,6 +375,8 @@ class DevicePlan:
         """The plan with the fastest placement, for the usual batch too where that is smaller; and whether room for the largest
         costs the usual one nothing."""
         planned, calls = plan.planned, self._runtime.calls
+        # One budget for all: the driver tells another number each time, after milliseconds.
+        search_for = functools.partial(self.search_for, budget_bytes=self.budget.whole_bytes())
         share = plan.tokens / (plan.batches * planned.real) if planned.real else 1.0
 
         def step_at(share: float) -> StepOutline | None:
@@ -389,10 +391,10 @@ class DevicePlan:
                 return self._step_on(model, batch, real if calls.real is not None else None)
 
         if share <= MOST_USUAL_SHARE:
-            both = place_both(plan, share, step_at, outline, self.search_for, self._fixed())
+            both = place_both(plan, share, step_at, outline, search_for, self._fixed())
             if both is not None:
                 return both
-        search = self.search_for(outline)
+        search = search_for(outline)
         found = search.best() or search.leanest()
         time, sent = None if outline.surely_fits else found.time, sum(sent_bytes(outline, found.placement))
         return dataclasses.replace(plan, placement=found.placement, predicted_time=time, offloaded_bytes=sent), False

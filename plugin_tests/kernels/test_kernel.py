@@ -210,7 +210,7 @@ def test_many_pools_end_their_threads() -> None:
     [
         ({"weight": torch.zeros(8, dtype=torch.bfloat16)}, "weight must be torch.float32, got torch.bfloat16"),
         ({"grad": torch.zeros(9)}, "grad has 9 elements and weight has 8"),
-        ({"exp_avg": torch.zeros(16)[::2]}, r"exp_avg must be contiguous, got \(8,\) with strides \(2,\)"),
+        ({"exp_avg": torch.zeros(16)[::2]}, r"exp_avg must be contiguous, got shape \(8,\) with strides \(2,\)"),
         ({"exp_avg_sq": torch.zeros(8, device="meta")}, "exp_avg_sq must be in host memory, got a tensor on meta"),
     ],
 )
@@ -270,7 +270,7 @@ def test_a_missing_or_foreign_library_is_an_error_with_the_remedy(
 
 def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "_INTERFACE_VERSION", 999)
-    with pytest.raises(KernelError, match=r"are of version .*, not 999"):
+    with pytest.raises(KernelError, match="needs 999: they are from another build"):
         HostKernels(1)
 
 

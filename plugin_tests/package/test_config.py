@@ -102,7 +102,7 @@ def test_later_settings_count_and_those_of_the_placement_one_by_one() -> None:
         ({"moments_dtype": "fp16"}, "moments_dtype must be fp32, bf16 or int8; got 'fp16'"),
         ({"moments_dtype": "int8", "placement": {"device_layers": 2}}, "placement.device_layers is 2, but moments in 8 bits"),
         ({"host_gradients": "none"}, "host_gradients must be kept or passing; got 'none'"),
-        ({"host_gradients": "passing", "step_schedule": "deferred"}, "passing needs step_schedule backward, not 'deferred'"),
+        ({"host_gradients": "passing", "step_schedule": "deferred"}, "step_schedule is 'deferred'; set step_schedule to auto"),
         ({"accumulation_dtype": 32}, "accumulation_dtype must be fp32 or bf16; got 32"),
         ({"layer_classes": "Block"}, "list of class names"),
         ({"layer_classes": [1]}, "list of class names"),
