@@ -425,8 +425,9 @@ class Engine:
             self.runtime.offloader.prepare_accumulation()
 
     def drain(self) -> None:
-        """Blocks until all weights are those of the last step, and takes over weights written from outside."""
-        self.runtime.drain()
+        """Blocks until all weights, residuals and moments on the host are those of the last step, and takes over weights
+        written from outside."""
+        self.runtime.bring_states()
         self.runtime.refresh_if_written()
 
     def host_bytes_by_kind(self) -> dict[str, int]:

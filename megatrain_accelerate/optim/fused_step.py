@@ -27,13 +27,7 @@ from megatrain_accelerate.optim.moment_states import (
     without_residual,
 )
 from megatrain_accelerate.store.parameter import ParameterState
-from megatrain_accelerate.store.segments import (
-    apply_segments,
-    plan_segments,
-    segments_between,
-    segments_of_experts,
-    step_on_device,
-)
+from megatrain_accelerate.store.segments import plan_segments, segments_between, segments_of_experts, step_on_device
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.meter import Cause
 from megatrain_accelerate.transfer.parts import Stepped, Streamed
@@ -123,6 +117,7 @@ class FusedStep(HostStep):
             self.runtime.part_of(state).unit.allocate("moments")
         if state.moments is None:
             return
+        self.runtime.part_of(state).unit.bring_states()
         take_over(state, values)
         if not values:
             self._shown.discard(id(state.parameter))
@@ -232,9 +227,9 @@ class FusedStep(HostStep):
         if experts is not None:
             segments = segments_of_experts(segments, unit, experts.experts)
         if (shared := unit.shared) is not None:
-            segments = segments_between(segments, shared.share.begin, shared.share.end)
+            segments = segments_between(segments, unit.share.begin, unit.share.end)
         parameters = sum(segment.elements for segment in segments)
-        kernels, meter = self.runtime.kernels, self.runtime.meter
+        meter = self.runtime.meter
         readers_finished_event = group.announce_push() if group is not None else None
         # In backward gradients may still be added up by the worker; step() checks those.
         versions = [] if before is not None else [(state, *_versions(state)) for state, _ in steps]
@@ -244,7 +239,7 @@ class FusedStep(HostStep):
                 return
             _refuse_written(unit, versions)
             with meter.stepping(parameters):
-                apply_segments(unit, segments, kernels)
+                unit.step(segments)
             _refuse_written(unit, versions)
             if shared is not None:
                 shared.note_applied()

@@ -1,32 +1,19 @@
-"""One unit's AdamW step on the host: which runs of its flat buffers share their settings, and the kernel calls."""
+"""Which runs of a unit's flat states share the settings of a step; and the step of units that live on the device."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch.autograd.graph import increment_version
 
 from megatrain_accelerate.kernels.device import ParameterStep
-from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
+from megatrain_accelerate.kernels.host import AdamArguments
 from megatrain_accelerate.kernels.moments import Int8Moments
+from megatrain_accelerate.store.flat_states import Segment
 from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS, ExpertRange
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.unit import HostUnit
-
-
-@dataclasses.dataclass
-class Segment:
-    """A run of adjacent parameters of one dtype that are stepped by one kernel call."""
-
-    dtype: torch.dtype
-    state_offset: int
-    """Element offset in residuals and moments."""
-    elements: int
-    arguments: AdamArguments
-    is_sum: bool
-    """Whether the gradients are fp32 sums, with residuals."""
 
 
 def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list[Segment]:
@@ -92,24 +79,3 @@ def step_on_device(units: Iterable[tuple[HostUnit, Sequence[tuple[ParameterState
         increment_version([state.parameter for state, _ in steps])  # autograd knows nothing of the kernel
         for state, _ in steps:
             state.handle.note_version()
-
-
-def apply_segments(unit: HostUnit, segments: Sequence[Segment], kernels: HostKernels) -> None:
-    """Steps the unit's weights, residuals and moments in place from its gradients."""
-    assert unit.gradients is not None
-    assert unit.moments is not None
-    for segment in segments:
-        first = segment.state_offset
-        elements = slice(first, first + segment.elements)
-        weights = slice(unit.layout.byte_of(first), unit.layout.byte_of(first + segment.elements))
-        assert unit.gradient_residuals is not None or not segment.is_sum
-        kernels.adamw(
-            unit.weights[weights].view(segment.dtype),
-            unit.residuals[elements] if segment.dtype == torch.bfloat16 else None,
-            unit.moments.run(first, segment.elements),
-            unit.gradients[weights].view(segment.dtype),
-            segment.arguments,
-            unit.gradient_residuals[elements] if segment.is_sum and unit.gradient_residuals is not None else None,
-            first,
-        )
-    unit.memory["moments"].is_touched = True

@@ -11,6 +11,8 @@ import torch
 
 from megatrain_accelerate.errors import StepWorkerError
 
+_IDLE_SECONDS = 0.01
+
 
 class Ticket:
     """A claim on one piece of submitted work."""
@@ -50,24 +52,41 @@ class StepWorker:
         self._last_ticket.finish()
         self.on_work_done: Callable[[str, int, int], None] | None = None
         """Called by the thread with the name of each piece of work, its begin and its end (``perf_counter_ns``)."""
+        self._when_idle: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         # What it does with parameters that are watched is no reason to wait for it.
         with torch._C.DisableTorchFunctionSubclass():
-            while (item := self._queue.get()) is not None:
+            while True:
+                try:
+                    item = self._queue.get(timeout=None if self._when_idle is None else _IDLE_SECONDS)
+                except queue.Empty:
+                    if self._when_idle is not None:
+                        self._do(self._when_idle)
+                    continue
+                if item is None:
+                    return
                 ticket, work = item
                 if self._failure is None:
                     start_ns = time.perf_counter_ns()
-                    try:
-                        work()
-                    except BaseException as error:
-                        self._failure = error
+                    self._do(work)
                     if (observer := self.on_work_done) is not None:
                         observer(ticket.name, start_ns, time.perf_counter_ns())
                 ticket.finish(self._failure)
                 del item, ticket, work  # a closure may hold device memory
+
+    def _do(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self.fail(error)
+
+    def watch(self, when_idle: Callable[[], None] | None) -> None:
+        """While the thread has nothing to do it calls ``when_idle`` every few milliseconds; None ends that."""
+        self._when_idle = when_idle
+        self.submit("a watch", lambda: None)  # the thread may be asleep
 
     @property
     def is_idle(self) -> bool:
@@ -87,7 +106,7 @@ class StepWorker:
         return ticket
 
     def fail(self, cause: BaseException) -> None:
-        """Notes a failure of the same step outside the thread; the first one counts."""
+        """Notes a failure, of the same step outside the thread too; the first one counts."""
         if self._failure is None:
             self._failure = cause
 

@@ -1,0 +1,107 @@
+"""States on the device: what one process steps of a unit, while the unit's weights and gradients stay on the host.
+
+Of several ranks each has its share there, so that the states of a model that is too large for one GPU fit all of them
+together, as with ZeRO (arXiv 1910.02054). The step comes to them: gradients are copied to the device, and the weights that it
+makes back to the host, from where every rank fetches them as ever. Residuals and moments on the host are old meanwhile, until
+:meth:`DeviceStates.leave`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatrain_accelerate.kernels.device import StepKernels
+from megatrain_accelerate.kernels.host import HostKernels
+from megatrain_accelerate.kernels.moments import FloatMoments
+from megatrain_accelerate.store.flat_states import FlatStates, Segment, step_segments
+from megatrain_accelerate.store.host_memory import copy_bytes
+from megatrain_accelerate.store.layout import FlatLayout, Share
+
+
+class StepDevice:
+    """Where units' shares are stepped: the device, its kernels, the stream of all such steps, and a buffer on the device for
+    the gradients of one, of ``arriving_bytes``. Steps run one at a time: the step worker waits for each."""
+
+    def __init__(
+        self, device: torch.device, kernels: StepKernels, host_kernels: HostKernels, stream: Any, arriving_bytes: int
+    ) -> None:
+        self.device, self.kernels, self.host_kernels, self.stream = device, kernels, host_kernels, stream
+        self.arriving = torch.empty(arriving_bytes, dtype=torch.uint8, device=device)
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """The body's work runs on the stream, and is over when this returns."""
+        with torch.cuda.stream(self.stream) if self.device.type == "cuda" else contextlib.nullcontext():
+            yield
+        self.stream.synchronize()
+
+
+def states_bytes(shares: Iterable[tuple[FlatLayout, Share, torch.dtype]]) -> int:
+    """Bytes on the device of these shares' weights, residuals and moments (of that dtype), and of the largest's gradients."""
+    states, arriving = 0, 0
+    for layout, share, dtype in shares:
+        of_masters = arriving_bytes(layout, share)
+        states += of_masters + 2 * dtype.itemsize * (share.end - share.begin)
+        arriving = max(arriving, of_masters)
+    return states + arriving
+
+
+def arriving_bytes(layout: FlatLayout, share: Share) -> int:
+    """Bytes of a share's gradients, fp32 sums with their residuals."""
+    return share.end_byte - share.begin_byte + 2 * share.split(layout)
+
+
+class DeviceStates:
+    """A share's weights, residuals and moments on the device. Writer and reader: the step worker; whoever calls :meth:`leave`
+    finds no step of the unit under way."""
+
+    def __init__(self, layout: FlatLayout, share: Share, moments_dtype: torch.dtype, where: StepDevice) -> None:
+        self._layout, self._share, self._where = layout, share, where
+        self._is_current = False
+        """Whether these are the states that count; else those on the host do, and the next step copies them."""
+        count, device = share.end - share.begin, where.device
+        self._weights = torch.empty(share.end_byte - share.begin_byte, dtype=torch.uint8, device=device)
+        self._residuals = torch.empty(share.split(layout), dtype=torch.int16, device=device)
+        self._moments = FloatMoments(*(torch.empty(count, dtype=moments_dtype, device=device) for _ in range(2)))
+
+    def step(self, host: FlatStates, segments: Sequence[Segment]) -> None:
+        """Steps the segments, which lie in the share, from gradients on the host (``host``, the unit's whole states there),
+        where the stepped weights are when this returns."""
+        share, where = self._share, self._where
+        split = share.split(self._layout)
+        assert host.gradients is not None
+        with where.at_work():
+            if not self._is_current:
+                for here, there in self._pairs(host):
+                    copy_bytes(here, there, where.host_kernels)
+                self._is_current = True
+            gradients = where.arriving[: share.end_byte - share.begin_byte]
+            gradients.copy_(host.gradients[share.bytes], non_blocking=True)
+            sums = None
+            if any(segment.is_sum for segment in segments):
+                assert host.gradient_residuals is not None
+                sums = where.arriving[gradients.numel() :][: 2 * split].view(torch.int16)
+                sums.copy_(host.gradient_residuals[share.begin : share.begin + split], non_blocking=True)
+            own = FlatStates(share.begin, self._weights, self._residuals, self._moments, gradients, sums)
+            step_segments(self._layout, own, segments, where.kernels)
+            host.weights[share.bytes].copy_(self._weights, non_blocking=True)
+
+    def leave(self, host: FlatStates) -> None:
+        """Residuals and moments on the host, of the share, are those of the last step, and count from now on: they may be read
+        and written there. The next step copies them to the device again."""
+        if self._is_current:
+            with self._where.at_work():
+                for here, there in self._pairs(host)[1:]:  # the weights are there
+                    copy_bytes(there, here, self._where.host_kernels)
+            self._is_current = False
+
+    def _pairs(self, host: FlatStates) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each of these states, and its place on the host; the weights first."""
+        begin, count = self._share.begin, self._share.end - self._share.begin
+        residuals = host.residuals[begin : begin + self._residuals.numel()]
+        moments = zip(self._moments, host.moments.run(begin, count), strict=True)
+        return [(self._weights, host.weights[self._share.bytes]), (self._residuals, residuals), *moments]
