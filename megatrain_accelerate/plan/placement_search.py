@@ -198,7 +198,8 @@ class PlacementSearch:
 
     def _states(self, at: Counts) -> Iterable[Counts]:
         states = sorted({*_spread(self._count), *_around(at.states_on_device, 3, self._count)})
-        return _varied(at, groups_on_device=(False, True), states_on_device=states)
+        groups = [at.groups_on_device] if "on_device" in self._fixed else (False, True)
+        return _varied(at, groups_on_device=groups, states_on_device=states)
 
     def _some_and_near(self, count: int, reach: int) -> list[int]:
         return sorted({*_spread(self._count), *_around(count, reach, self._count)})

@@ -17,9 +17,9 @@ import torch
 from megatrain_accelerate.kernels.device import StepKernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.kernels.moments import FloatMoments
-from megatrain_accelerate.store.flat_states import FlatStates, Segment, step_segments
 from megatrain_accelerate.store.host_memory import copy_bytes
 from megatrain_accelerate.store.layout import FlatLayout, Share
+from megatrain_accelerate.store.segments import FlatStates, Segment, step_segments
 
 
 class StepDevice:

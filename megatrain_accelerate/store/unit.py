@@ -14,10 +14,10 @@ from megatrain_accelerate.kernels.device import StepKernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.kernels.moments import Moments, moment_bytes, moments_within
 from megatrain_accelerate.store.device_states import DeviceStates
-from megatrain_accelerate.store.flat_states import FlatStates, Segment, step_segments
 from megatrain_accelerate.store.host_memory import DeviceMemory, HostMemory, copy_bytes
 from megatrain_accelerate.store.layout import ExpertRange, FlatEntry, FlatLayout, ParameterSpec
 from megatrain_accelerate.store.parameter import ParameterState, ParamHandle
+from megatrain_accelerate.store.segments import FlatStates, Segment
 from megatrain_accelerate.store.shared_store import SharedStore, SharedUnit
 
 PASSING_BUFFERS = 3
@@ -205,24 +205,23 @@ class HostUnit:
         self.kernels.join(state.weight, state.residual, master)
         return master.cpu()
 
-    def _flat_states(self) -> FlatStates:
+    @property
+    def flat_states(self) -> FlatStates:
+        """All of its states, where it lives; with moments that are made."""
         assert self.moments is not None
         return FlatStates(0, self.weights, self.residuals, self.moments, self.gradients, self.gradient_residuals)
 
-    def step(self, segments: Sequence[Segment]) -> None:
-        """Steps these segments of a unit that lives on the host, all in this process's share, from gradients there."""
-        if self.device_states is not None:
-            if self.shared is not None:
-                self.shared.note_states_ahead()
-            self.device_states.step(self._flat_states(), segments)
-        else:
-            step_segments(self.layout, self._flat_states(), segments, self._host_kernels)
-            self.memory["moments"].is_touched = True
+    def step_states_on_device(self, segments: Sequence[Segment]) -> None:
+        """Steps these segments, all in this process's share, by :attr:`device_states`."""
+        assert self.device_states is not None
+        if self.shared is not None:
+            self.shared.note_states_ahead()
+        self.device_states.step(self.flat_states, segments)
 
     def bring_states(self) -> None:
         """This process's share of residuals and moments on the host counts from now on, see :meth:`DeviceStates.leave`."""
         if self.device_states is not None and self.moments is not None:
-            self.device_states.leave(self._flat_states())
+            self.device_states.leave(self.flat_states)
             self.memory["moments"].is_touched = True
 
     def allocate(self, kind: str, touch: bool = True) -> None:
