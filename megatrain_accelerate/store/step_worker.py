@@ -86,7 +86,7 @@ class StepWorker:
     def watch(self, when_idle: Callable[[], None] | None) -> None:
         """While the thread has nothing to do it calls ``when_idle`` every few milliseconds; None ends that."""
         self._when_idle = when_idle
-        self.submit("a watch", lambda: None)  # the thread may be asleep
+        self._queue.put((Ticket("a watch"), lambda: None))  # the thread may be asleep
 
     @property
     def is_idle(self) -> bool:
