@@ -198,8 +198,10 @@ class PlacementSearch:
 
     def _states(self, at: Counts) -> Iterable[Counts]:
         states = sorted({*_spread(self._count), *_around(at.states_on_device, 3, self._count)})
-        groups = [at.groups_on_device] if "on_device" in self._fixed else (False, True)
-        return _varied(at, groups_on_device=groups, states_on_device=states)
+        if "on_device" in self._fixed:
+            return _varied(at, states_on_device=states)
+        # Whole layers that leave make room for the states of many more.
+        return _varied(at, on_device={0, at.on_device}, groups_on_device=(False, True), states_on_device=states)
 
     def _some_and_near(self, count: int, reach: int) -> list[int]:
         return sorted({*_spread(self._count), *_around(count, reach, self._count)})
