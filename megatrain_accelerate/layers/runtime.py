@@ -7,7 +7,6 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
 from megatrain_accelerate.gradients.offload import GradientOffloader, UnitStepper
 from megatrain_accelerate.gradients.outside import OutsideGradients
 from megatrain_accelerate.hooks import replaced, weakly
-from megatrain_accelerate.kernels.device import device_kernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.layers.caches import without_caches
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers, without_autocast_cache
@@ -34,10 +32,10 @@ from megatrain_accelerate.layers.nested_tensors import taken_apart
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.resident import Part, ResidentGroup, relocate
 from megatrain_accelerate.layers.shared_mappings import has_mappings, with_copies
+from megatrain_accelerate.layers.states_on_device import StatesOnDevice
 from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.layers.unpadded_layer import batch_of
 from megatrain_accelerate.layers.watched_parameters import Watch, unwatched
-from megatrain_accelerate.store.device_states import DeviceStates, StepDevice, arriving_bytes, states_bytes
 from megatrain_accelerate.store.host_pool import HostPool
 from megatrain_accelerate.store.parameter import ParameterState, written_among
 from megatrain_accelerate.store.shared_store import SharedStore
@@ -160,10 +158,7 @@ class StreamingRuntime:
             lambda: self.dry_run is not None,
             self.passes.order,
         )
-        self._stepped_on_device: list[HostUnit] = []
-        """Units that live on the host and have :attr:`HostUnit.device_states`."""
-        if shared is not None:  # others may want this rank's states when it is gone
-            Finalize(None, weakly(self._leave_states), exitpriority=1)
+        self.states_on_device = StatesOnDevice(streams, worker, kernels, shared)
         _running.add(self)
 
     @property
@@ -411,13 +406,12 @@ class StreamingRuntime:
         are any. Between steps only; waits for everything in flight. Raises a StepWorkerError if an earlier step failed."""
         targets: list[tuple[Part, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
         targets += [(group, groups_on_device) for group in self.groups]
-        stepped = {id(layer.unit): layer.index in states_on_device for layer in self.layers}
-        stepped |= {id(group.unit): bool(states_on_device) for group in self.groups}
-        there = [
-            at.unit for at, comes in targets if not comes and stepped[id(at.unit)] and at.unit.share.begin < at.unit.share.end
-        ]
-        moves = any(part.unit.is_on_device != comes for part, comes in targets)
-        if there == self._stepped_on_device and not moves:
+        stepped: list[Part] = [layer for layer in self.layers if layer.index in states_on_device]
+        stepped += self.groups if stepped else []
+        whole = {id(part) for part, comes in targets if comes}
+        shares = [part.unit for part in stepped if id(part) not in whole and part.unit.share.begin < part.unit.share.end]
+        changes = shares != self.states_on_device.units
+        if not changes and all(part.unit.is_on_device == comes for part, comes in targets):
             return
         # A forward in inference mode may ask for room: what it leaves must be ordinary tensors.
         with torch.inference_mode(False), torch.no_grad():
@@ -425,58 +419,20 @@ class StreamingRuntime:
             self.refresh_if_written()
             self.offloader.wait()
             self.streams.synchronize()
-            if there != self._stepped_on_device:
-                self.bring_states()
-                self._step_on_device([])
+            if changes:
+                self.states_on_device.bring()
+                self.states_on_device.place([])
             relocate(targets, self.prefetcher, self.streams.device, self.kernels, self._moved)
-            if there != self._stepped_on_device:
-                self._step_on_device(there)
+            if changes:
+                self.states_on_device.place(shares)
             if self.offloader.takes_gradients:
                 self.offloader.allocate_slots(self.gradients_leave)
 
-    def _step_on_device(self, units: list[HostUnit]) -> None:
-        """What this process steps of these units, and of no others that live on the host, is stepped on the device."""
-        states, device = {}, self.streams.device
-        if units:
-            kernels, arriving = device_kernels(device, self.kernels), max(arriving_bytes(at.layout, at.share) for at in units)
-            where = StepDevice(device, kernels, self.kernels, self.streams.step_stream, arriving)
-            states = {id(at): DeviceStates(at.layout, at.share, at.moments_dtype, where) for at in units}
-        for unit in self.units:
-            unit.device_states = states.get(id(unit))
-        self._stepped_on_device = units
-        if self.shared is not None:
-            self.worker.watch(self._bring_if_asked if units else None)
-
-    @property
-    def device_states_bytes(self) -> int:
-        """Of states on the device of units that live on the host, and the buffer for gradients of one."""
-        return states_bytes((unit.layout, unit.share, unit.moments_dtype) for unit in self._stepped_on_device)
-
-    def _bring_if_asked(self) -> None:
-        """Called by the step worker while it has nothing to do."""
-        if self.shared is not None and self.shared.is_asked_for_states:
-            self._bring_own_states()
-
-    def _bring_own_states(self) -> None:
-        for unit in self._stepped_on_device:
-            unit.bring_states()
-        if self.shared is not None:
-            self.shared.note_states_ahead(False)
-
-    def _leave_states(self, of_all: bool = False) -> None:
-        with contextlib.suppress(StepWorkerError):
-            self.worker.drain()
-            self._bring_own_states()
-            if of_all and self.shared is not None:
-                self.shared.ask_for_states()
-
     def bring_states(self) -> None:
-        """Residuals and moments on the host are those of the last step, and count from now on; of several ranks those of all
-        shares, whichever rank asks. Raises what :meth:`drain` does."""
+        """Residuals and moments on the host are those of the last step, see :meth:`StatesOnDevice.bring`. Raises what
+        :meth:`drain` does."""
         self.drain()
-        self._bring_own_states()
-        if self.shared is not None:
-            self.shared.ask_for_states()
+        self.states_on_device.bring()
 
     def _moved(self, unit: HostUnit) -> None:
         for state in unit.states:
@@ -590,8 +546,9 @@ class StreamingRuntime:
     def close(self) -> None:
         """Ends the worker and gives the parameters back to ordinary host memory, masters in full precision."""
         self.watch.end()
-        self._leave_states(of_all=True)
-        self._step_on_device([])
+        with contextlib.suppress(StepWorkerError):
+            self.bring_states()
+        self.states_on_device.place([])
         self.worker.close()
         self.streams.synchronize()
         for handle in self._handles:

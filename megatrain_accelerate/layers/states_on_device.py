@@ -1,0 +1,74 @@
+"""Which units of one model have the states of this process's shares on the device, and how these come back to the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from multiprocessing.util import Finalize
+
+from megatrain_accelerate.errors import StepWorkerError
+from megatrain_accelerate.hooks import weakly
+from megatrain_accelerate.kernels.device import device_kernels
+from megatrain_accelerate.kernels.host import HostKernels
+from megatrain_accelerate.store.device_states import DeviceStates, StepDevice, arriving_bytes, states_bytes
+from megatrain_accelerate.store.shared_store import SharedStore
+from megatrain_accelerate.store.step_worker import StepWorker
+from megatrain_accelerate.store.unit import HostUnit
+from megatrain_accelerate.transfer.streams import Streams
+
+
+class StatesOnDevice:
+    """The units that live on the host and have :attr:`HostUnit.device_states`. Residuals and moments of any rank's share may
+    be newer on its device than in the store, which all ranks read: whoever reads them there calls :meth:`bring` before."""
+
+    def __init__(self, streams: Streams, worker: StepWorker, kernels: HostKernels, shared: SharedStore | None) -> None:
+        self._streams, self._worker, self._kernels, self._shared = streams, worker, kernels, shared
+        self.units: list[HostUnit] = []
+        if shared is not None:  # others may want this rank's states when it is gone
+            Finalize(None, weakly(self.leave), exitpriority=1)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the states on the device, and of the buffer for gradients of one unit."""
+        return states_bytes((unit.layout, unit.share, unit.moments_dtype) for unit in self.units)
+
+    def place(self, units: Sequence[HostUnit]) -> None:
+        """These units have states on the device from now on, and no others: those of before must have been brought. A
+        torch.OutOfMemoryError where there is no room: then none have."""
+        for unit in self.units:
+            unit.device_states = None
+        self.units = []
+        if self._shared is not None:
+            self._worker.watch(self._bring_if_asked if units else None)
+        if units:
+            device, arriving = self._streams.device, max(arriving_bytes(unit.layout, unit.share) for unit in units)
+            kernels = device_kernels(device, self._kernels)
+            where = StepDevice(device, kernels, self._kernels, self._streams.step_stream, arriving)
+            made = [DeviceStates(unit.layout, unit.share, unit.moments_dtype, where) for unit in units]
+            for unit, states in zip(units, made, strict=True):
+                unit.device_states = states
+            self.units = list(units)
+
+    def bring(self) -> None:
+        """Residuals and moments on the host are those of the last step, and count from now on; of several ranks those of all
+        shares, whichever rank asks: the others' step workers bring theirs. All steps that were taken must be applied."""
+        self._bring_own()
+        if self._shared is not None:
+            self._shared.ask_for_states()
+
+    def _bring_own(self) -> None:
+        for unit in self.units:
+            unit.bring_states()
+        if self._shared is not None:
+            self._shared.note_states_ahead(False)
+
+    def _bring_if_asked(self) -> None:
+        """Called by the step worker while it has nothing to do."""
+        if self._shared is not None and self._shared.is_asked_for_states:
+            self._bring_own()
+
+    def leave(self) -> None:
+        """This process ends, or the engine closes: its own states are on the host, unless a step failed."""
+        with contextlib.suppress(StepWorkerError):
+            self._worker.drain()
+            self._bring_own()
