@@ -221,7 +221,7 @@ def test_evaluation_between_steps(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- traffic
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 5])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 5])
 def test_layers_are_fetched_and_gradients_leave_as_often_whatever_the_number_of_micro_batches(
     tmp_path: Path, accumulation: int
 ) -> None:
@@ -592,7 +592,7 @@ def test_the_next_training_decides_anew(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- resume
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.long), 2, 3])
 def test_resume_in_and_between_epochs_is_bit_equal(tmp_path: Path, step: int) -> None:
     def train(folder: Path, resume: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
         with plugin(**TOGETHER):
