@@ -154,14 +154,14 @@ def test_attention_that_is_kept_takes_what_is_predicted(
 @pytest.mark.parametrize("kept", [0, pytest.param(3, marks=pytest.mark.long)])
 def test_tiles_take_what_is_predicted_and_less_than_whole_layers(kept: int) -> None:
     predicted = {}
-    for tile in (0, 256):
+    for tile in (0, 128):
         run = planned(200, token_tile=tile, kept_layers=kept, offloaded_layers=0, device_layers=0)
-        ids = long_batch()
+        ids = long_batch(1024)
         run.step(ids, max_norm=1.0)
         taken, predicted[tile] = peak_of_a_step(run, ids)
         assert 0.95 * predicted[tile] <= taken <= 1.03 * predicted[tile] + 0.1 * MIB
     # Outside the layers, logits are what is large here.
-    assert predicted[256] < 0.8 * predicted[0]
+    assert predicted[128] < 0.8 * predicted[0]
 
 
 def test_a_batch_that_does_not_fit_is_trained_in_the_pieces_that_a_user_would_ask_for(
@@ -516,6 +516,7 @@ def test_a_model_that_surely_fits_trains_without_a_measured_layer(
     monkeypatch.setattr(device_plan, "LIBRARY_WORKSPACE_BYTES", 0)
     run = planned(room * needed_mib - LIBRARY_WORKSPACE_BYTES / MIB, compile_layers=False)
     run.engine.runtime.compiled._is_on = compile_layers
+    run.engine.runtime.compiled.backend = "aot_eager"
     for length in (64, 48, 64):
         run.step(batch(length))
     assert len(layers_measured) == measured
