@@ -159,10 +159,13 @@ def test_joined_micro_batches_train_as_stock_accumulation(
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"label_smoothing_factor": 0.2},
-        {"include_num_input_tokens_seen": "all"},
+        {
+            "label_smoothing_factor": 0.2,
+            "include_num_input_tokens_seen": "all",
+            "logging_steps": 2,
+            "logging_first_step": True,
+        },
         {"average_tokens_across_devices": False},
-        {"logging_steps": 2, "logging_first_step": True},
         {"activation_checkpointing": True},
         {"gradient_checkpointing": True},
         {"optim": "sgd", "learning_rate": 0.1},
@@ -361,8 +364,14 @@ def hardest_first(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = 
 
 
 # The first could be joined, but nothing short of a proof tells it from the others.
-@pytest.mark.parametrize("loss", [summed, with_a_mean, hardest_first])
-@pytest.mark.parametrize("settings", [TOGETHER, {"gpu_memory_gib": 1.0}], ids=["true", "auto"])
+@pytest.mark.parametrize(
+    ("loss", "settings"),
+    [
+        *((loss, TOGETHER) for loss in (summed, with_a_mean, hardest_first)),
+        (hardest_first, {"gpu_memory_gib": 1.0}),
+        *(pytest.param(loss, {"gpu_memory_gib": 1.0}, marks=pytest.mark.long) for loss in (summed, with_a_mean)),
+    ],
+)
 def test_a_loss_function_of_the_user_sees_each_micro_batch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, loss: Any, settings: Record
 ) -> None:
