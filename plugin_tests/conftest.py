@@ -103,6 +103,18 @@ def outlined_once(monkeypatch: pytest.MonkeyPatch, outlines_of_the_file: dict[An
 
 
 @pytest.fixture
+def without_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run without data before the first forward, which takes most of the time of a few steps: for given placements."""
+    from megatrain_accelerate.errors import UnsupportedError
+    from megatrain_accelerate.plan import device_plan
+
+    def not_outlined(*arguments: Any) -> None:
+        raise UnsupportedError("not in these tests")
+
+    monkeypatch.setattr(device_plan, "outline_step", not_outlined)
+
+
+@pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiled loss at work on tests' tiny models: tiles of 12 tokens, strips of 5 for a vocabulary of 128."""
     from megatrain_accelerate.loss import products, tiled_cross_entropy

@@ -22,9 +22,20 @@ Outlines = dict[Hashable, StepOutline]
 
 
 def _tensor_key(tensor: torch.Tensor) -> Hashable:
-    """All of it: runs without data look at the values of integers."""
+    """All of it."""
     values = hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
     return tuple(tensor.shape), tensor.dtype, str(tensor.device), values
+
+
+def _input_key(model: nn.Module, name: str, value: Any) -> Hashable:
+    """All of an input: runs without data look at the values of integers. Models of text alone don't at those of tokens, and
+    of labels only at which of them count."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    config = getattr(model, "config", None)
+    if name in ("input_ids", "labels") and hasattr(config, "get_text_config") and config.get_text_config() is config:
+        value = value < 0
+    return _tensor_key(value)
 
 
 def _module_key(module: nn.Module) -> Hashable:
@@ -50,8 +61,11 @@ def _step_key(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, 
         tuple((name, _module_key(module)) for name, module in model.named_modules()),
         config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else repr(config),
         getattr(model.forward, "__qualname__", ""),
-        tuple((key, _tensor_key(at) if isinstance(at, torch.Tensor) else repr(at)) for key, at in sorted(inputs.items())),
-        tuple((layer.unit.layout.key, len(layer.experts), layer.has_trainable) for layer in runtime.layers),
+        tuple((key, _input_key(model, key, at)) for key, at in sorted(inputs.items())),
+        tuple(
+            (at.unit.layout.key, tuple(len(experts.parts) for experts in at.experts), at.has_trainable)
+            for at in runtime.layers
+        ),
         (runtime.token_tile, runtime.batch_cut.asked, runtime.batch_cut.chosen),
         None if real is None else (real.lengths, real.counts, real.width),
         (activation_offload.MIN_OFFLOADED_BYTES, tiled_cross_entropy.TILE_BYTES),

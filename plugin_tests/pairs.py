@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
+
+import pytest
+
+
+def long_unless(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """The cases, of which those that aren't ``quick`` are for ``make test-long`` alone. A case is a tuple of arguments."""
+    return [pytest.param(*case, marks=[] if case in quick else [pytest.mark.long]) for case in cases]
 
 
 def pairwise(*values: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -111,21 +111,15 @@ def test_speeds_that_options_name_are_not_said_to_be_reckoned() -> None:
     assert not any("public figures" in note for note in described(unknown).notes)
 
 
-def test_a_reader_that_has_seen_enough_ends_the_command_without_a_word(tmp_path: Path) -> None:
-    LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=64, vocab_size=64).save_pretrained(tmp_path)
-    command = [
-        sys.executable,
-        "-m",
-        "megatrain_accelerate",
-        "estimate",
-        str(tmp_path),
-        "--json",
-        "--no-limits",
-        "--batch",
-        "1",
-    ]
-    command += ["--gpu", "RTX4090", "--host-memory", "64GiB", "--length", "64"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environment()) as run:
+@pytest.mark.parametrize("command", ["config", pytest.param("estimate", marks=pytest.mark.long)])
+def test_a_reader_that_has_seen_enough_ends_the_command_without_a_word(tmp_path: Path, command: str) -> None:
+    arguments: list[str] = []
+    if command == "estimate":
+        LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=64, vocab_size=64).save_pretrained(tmp_path)
+        arguments = [str(tmp_path), "--json", "--no-limits", "--batch", "1"]
+        arguments += ["--gpu", "RTX4090", "--host-memory", "64GiB", "--length", "64"]
+    line = [sys.executable, "-m", "megatrain_accelerate", command, *arguments]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environment()) as run:
         assert run.stdout is not None
         run.stdout.close()  # as `| head` does
         assert run.stderr is not None

@@ -56,6 +56,7 @@ def is_further(family: Family) -> bool:
 # ---------------------------------------------------------------------------------------- parity
 
 
+@pytest.mark.usefixtures("without_predictions")
 @named(TRAINED, long=is_further)
 def test_bf16_training_is_bit_equal_to_plain_pytorch(family: Family) -> None:
     plain = train_plainly(family, torch.bfloat16)
@@ -120,6 +121,7 @@ def with_eager_kernels(self: CompiledLayers, original: Callable[..., None], *arg
     self.backend = "aot_eager"
 
 
+@pytest.mark.usefixtures("without_predictions")
 @pytest.mark.parametrize("kept_layers", [0, 5])
 def test_a_trained_attention_bias_takes_the_kernel_of_a_plain_run(kept_layers: int) -> None:
     # Under no_grad torch's attention takes another kernel than where its mask requires grad, as T5's position biases do, and
@@ -290,6 +292,7 @@ def test_a_tower_that_runs_twice_in_one_forward_gets_both_gradients(name: str) -
     assert 0 < ours < 1.1 * theirs
 
 
+@pytest.mark.usefixtures("without_predictions")
 @pytest.mark.parametrize("name", ["bert_mlm", "llava", "siglip_classifier"])
 def test_what_a_loss_does_not_use_has_no_gradient_and_stays_as_it_is(name: str) -> None:
     family = FAMILIES[name]
@@ -302,6 +305,7 @@ def test_what_a_loss_does_not_use_has_no_gradient_and_stays_as_it_is(name: str) 
         assert torch.equal(outcome.masters[key], tensor)
 
 
+@pytest.mark.usefixtures("without_predictions")
 def test_parity_is_lost_if_a_layer_runs_with_anothers_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     # The comparison sees what it is for.
     family = FAMILIES["bert_classifier"]

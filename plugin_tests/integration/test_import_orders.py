@@ -78,7 +78,7 @@ ORDERS = {
 }
 
 
-SIMILAR = ("accelerate", "launcher", "arguments", "parser, then arguments", "trainer", "trl config", "trl trainer", "peft")
+SIMILAR = tuple(order for order in ORDERS if order not in ("torch", "model"))
 """Orders that differ little from another one."""
 
 

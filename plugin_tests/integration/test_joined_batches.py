@@ -159,10 +159,13 @@ def test_joined_micro_batches_train_as_stock_accumulation(
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"label_smoothing_factor": 0.2},
-        {"include_num_input_tokens_seen": "all"},
+        {
+            "label_smoothing_factor": 0.2,
+            "include_num_input_tokens_seen": "all",
+            "logging_steps": 2,
+            "logging_first_step": True,
+        },
         {"average_tokens_across_devices": False},
-        {"logging_steps": 2, "logging_first_step": True},
         {"activation_checkpointing": True},
         {"gradient_checkpointing": True},
         {"optim": "sgd", "learning_rate": 0.1},
@@ -221,7 +224,7 @@ def test_evaluation_between_steps(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- traffic
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 5])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 5])
 def test_layers_are_fetched_and_gradients_leave_as_often_whatever_the_number_of_micro_batches(
     tmp_path: Path, accumulation: int
 ) -> None:
@@ -361,8 +364,14 @@ def hardest_first(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = 
 
 
 # The first could be joined, but nothing short of a proof tells it from the others.
-@pytest.mark.parametrize("loss", [summed, with_a_mean, hardest_first])
-@pytest.mark.parametrize("settings", [TOGETHER, {"gpu_memory_gib": 1.0}], ids=["true", "auto"])
+@pytest.mark.parametrize(
+    ("loss", "settings"),
+    [
+        *((loss, TOGETHER) for loss in (summed, with_a_mean, hardest_first)),
+        (hardest_first, {"gpu_memory_gib": 1.0}),
+        *(pytest.param(loss, {"gpu_memory_gib": 1.0}, marks=pytest.mark.long) for loss in (summed, with_a_mean)),
+    ],
+)
 def test_a_loss_function_of_the_user_sees_each_micro_batch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, loss: Any, settings: Record
 ) -> None:
@@ -592,7 +601,7 @@ def test_the_next_training_decides_anew(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- resume
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.long), 2, 3])
 def test_resume_in_and_between_epochs_is_bit_equal(tmp_path: Path, step: int) -> None:
     def train(folder: Path, resume: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
         with plugin(**TOGETHER):

@@ -34,6 +34,7 @@ from megatrain_accelerate.loss import tiled_cross_entropy
 from megatrain_accelerate.loss.lazy_logits import LazyLogits
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "outlined_once")
+without_predictions = pytest.mark.usefixtures("without_predictions")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -110,12 +111,14 @@ def assert_same_step(ours: OneStep, theirs: OneStep, tolerance: float) -> None:
         torch.testing.assert_close(ours.gradients[name], gradient, rtol=tolerance, atol=tolerance * largest, msg=name)
 
 
+@without_predictions
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_models_that_change_their_logits_train_alike_in_fp32(make: Callable[[], nn.Module]) -> None:
     # Sums in another order, through two layers: some units in the last place.
     assert_same_step(one_step(make), one_step(make, tiled=False), 1e-5)
 
 
+@without_predictions
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_models_that_change_their_logits_train_alike_in_bf16(make: Callable[[], nn.Module]) -> None:
     # Gradients of the logits are rounded to 8 bits before the division here, and after it there; on the way through two
@@ -200,6 +203,7 @@ def test_logits_read_after_the_step_are_refused_rather_than_wrong() -> None:
     engine.close()
 
 
+@without_predictions
 @pytest.mark.parametrize("adapted", [["q_proj", "lm_head"], ["q_proj"]], ids=["head_adapted", "head_frozen"])
 def test_adapters_train_alike(adapted: list[str]) -> None:
     def make() -> nn.Module:
@@ -222,6 +226,7 @@ def test_adapters_train_alike(adapted: list[str]) -> None:
     assert_same_step(*steps, 1e-5)
 
 
+@without_predictions
 @pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
 def test_a_head_under_autocast_computes_as_autocast_would(head_dtype: torch.dtype) -> None:
     # Autocast's own cast of an fp32 head is a node of the graph in both cases, its gradient in fp32.

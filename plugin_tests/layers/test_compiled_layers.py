@@ -104,6 +104,7 @@ def test_all_layers_share_one_compilation_in_every_slot_and_kept_ones_another(ke
     assert engine.runtime.compiled.compilations == graphs
 
 
+@pytest.mark.usefixtures("without_predictions")
 def test_many_lengths_and_batch_sizes_take_two_compilations_of_kept_and_of_recomputed_layers() -> None:
     model = tiny_model().train()
     engine = compiled(model, kept_layers=1)
@@ -215,6 +216,7 @@ def test_compiled_gradients_are_close_to_the_layers_own_and_complete(bf16: bool,
     assert ours[2] == 1, "autocast's cache, which recompute switches off, must not cost a graph"
 
 
+@pytest.mark.usefixtures("without_predictions")
 @pytest.mark.parametrize(
     ("side", "dropout"), [("left", 0.0), pytest.param("right", 0.0, marks=pytest.mark.long), ("right", 0.3)]
 )
@@ -222,7 +224,7 @@ def test_padded_batches_of_many_lengths_have_the_gradients_of_the_layers_own_cod
     ours, theirs = tiny_model(attention_dropout=dropout).train(), tiny_model(attention_dropout=dropout).train()
     engine = compiled(ours)
     attach(theirs, bf16=False)
-    for length in (16, 21, 24, 31, 32):
+    for length in (16, 21, 32):
         ids = token_batches(1, 3, length, seed=length)[0]
         mask = torch.ones_like(ids)
         # On the right so little that layers don't leave it out, by another graph.

@@ -21,6 +21,8 @@ from megatrain_accelerate.plan.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.plan.other_batches import BatchExtent, resized_batch
 from megatrain_accelerate.plan.step_outline import what_sees_a_batch
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 WIDTH = 128
 LENGTHS = (128, 70, 41, 12, 3)
 TOLERANCE = 2e-6

@@ -32,6 +32,8 @@ from transformers.utils import output_capturing
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 
 class ChecksPointsWithABackwardOfItsOwn(Layer):
     """A part of the layer is under a reentrant checkpoint, whose recompute is differentiated by another backward."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from moment_runs import arguments, lines_in_wide_vectors, rounding_bits
+from moment_runs import arguments, rounding_bits
 
 from megatrain_accelerate.errors import KernelError
 from megatrain_accelerate.kernels.host import INSTRUCTION_SETS, HostKernels
@@ -128,13 +128,6 @@ def test_bits_depend_neither_on_threads_nor_on_the_instruction_set_nor_on_pieces
     for tensors in found[1:]:
         for ours, theirs in zip(tensors, found[0], strict=True):
             assert torch.equal(ours, theirs)
-
-
-def test_every_loop_over_a_block_is_compiled_to_vectors() -> None:
-    lines = lines_in_wide_vectors("adamw_int8_moments.h")
-    # Two loops; each of split masters, the same with gradients' residuals and fp32, weight decay apart or in the gradient.
-    assert len(set(lines)) == 2
-    assert all(lines.count(line) >= 3 * 2 for line in lines)
 
 
 def test_moments_are_right_in_the_mean_over_hundreds_of_steps(kernels: HostKernels) -> None:

@@ -15,20 +15,10 @@ from layer_uses import Case, Step, backward_of, check, each_placement
 from torch import nn
 from versions import enable_checkpointing
 
-from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.plan import device_plan
-
 FAMILIES = {family.name: family for family in (*DECODERS, *REFUSED, *OTHERS)}
 
 
-@pytest.fixture(autouse=True)
-def without_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No run without data before the first forward, which would take most of the time; placement is given here."""
-
-    def not_outlined(*arguments: Any) -> None:
-        raise UnsupportedError("not in these tests")
-
-    monkeypatch.setattr(device_plan, "outline_step", not_outlined)
+pytestmark = pytest.mark.usefixtures("without_predictions")
 
 
 def text(seed: int = 0, length: int = 12) -> Inputs:

@@ -97,6 +97,7 @@ QUICK_FP32 = (*QUICK, "gpt2", "qwen3_moe")
         for dtype in TOLERANCE
     ],
 )
+@pytest.mark.usefixtures("without_predictions")
 def test_tiles_give_the_gradients_of_whole_layers(name: str, dtype: torch.dtype) -> None:
     whole, none = gradients(FAMILIES[name], dtype)
     tiled, parts = gradients(FAMILIES[name], dtype, token_tile=TILE)

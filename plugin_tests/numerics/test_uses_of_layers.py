@@ -34,6 +34,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 # ------------------------------------------------------------------------------ forwards, backwards and their order
 
 

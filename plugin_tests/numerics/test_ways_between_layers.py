@@ -28,6 +28,8 @@ from layer_uses import (
 )
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 # ------------------------------------------------------------------------------ parents that change what layers return
 
 

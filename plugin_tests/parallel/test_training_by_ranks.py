@@ -10,8 +10,11 @@ import plain_torch
 import pytest
 import torch
 from engine_runs import train_streamed
+from outline_cache import remembering
 from plain_torch import PlainRun, tiny_model, token_batches, train_bf16_with_masters
 from rank_runs import join_ranks, require_success, run_ranks
+
+from megatrain_accelerate.plan import device_plan
 
 STEPS = 6
 
@@ -59,8 +62,12 @@ def train(batches: list[torch.Tensor], settings: dict[str, Any]) -> PlainRun:
     return train_streamed(model, batches, **{"max_norm": None, **settings})
 
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
+
 def main() -> None:
     """What each rank does."""
+    device_plan.outline_step = remembering(device_plan.outline_step, {})
     rank, ranks, folder = join_ranks(), int(sys.argv[2]), sys.argv[1]
     torch.Tensor.sqrt = plain_torch.ieee_sqrt
     own = token_batches(STEPS * ranks)[rank::ranks]

@@ -117,11 +117,11 @@ def compilations_of(batches: Iterable[dict[str, torch.Tensor]], backend: str = "
 def test_batches_of_varying_lengths_are_compiled_for_once() -> None:
     # That of the hidden size, that of the number of rows, multiples of 16 and others.
     lengths = [64, 40, 64, 33, 96, 6, 16, 70, 64, 57, 100, 12, 80, 3, 64]
-    batches = [padded_batch(rows, length) for rows in (6, 4) for length in lengths]
+    batches = [padded_batch(rows, length) for rows, some in ((6, lengths), (4, lengths[:4])) for length in some]
     counts = compilations_of(batches, "aot_eager")
-    assert counts == [0] + 29 * [1], "the second step's graph is for all lengths and numbers of rows"
+    assert counts == [0] + 18 * [1], "the second step's graph is for all lengths and numbers of rows"
     without_padding = {name: value for name, value in padded_batch(6, 50).items() if name != "attention_mask"}
-    assert compilations_of([*batches[:2], without_padding, *batches[2:]])[-1] == 2, "layers without a mask have another"
+    assert compilations_of([*batches[:2], without_padding, *batches[2:6]])[-1] == 2, "layers without a mask have another"
 
 
 def test_an_odd_batch_leaves_the_others_their_own_graph() -> None:

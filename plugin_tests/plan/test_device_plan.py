@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import Training, attach, place
-from pairs import pairwise
+from pairs import long_unless, pairwise
 from plain_torch import tiny_model, token_batches
 from torch import nn
 
@@ -77,8 +77,11 @@ def peak_of_a_step(run: Training, ids: torch.Tensor) -> tuple[int, float]:
     return live.peak_bytes, run.engine.device_plan.made.predicted_bytes - LIBRARY_WORKSPACE_BYTES - held
 
 
+STEPS = pairwise([4, 8, 16, 32, 64, 200], [1e6, 6e9], [None, 2])
+
+
 @pytest.mark.parametrize(
-    ("budget_mib", "host_speed", "micro_batch_size"), pairwise([4, 8, 16, 32, 64, 200], [1e6, 6e9], [None, 2])
+    ("budget_mib", "host_speed", "micro_batch_size"), long_unless([case for case in STEPS if case[0] in (8, 32, 200)], STEPS)
 )
 def test_the_predicted_step_is_what_the_step_takes(
     monkeypatch: pytest.MonkeyPatch, budget_mib: float, host_speed: float, micro_batch_size: int | None
@@ -92,8 +95,11 @@ def test_the_predicted_step_is_what_the_step_takes(
     assert 0.85 * predicted <= taken <= 1.03 * predicted + 0.1 * MIB
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 2])
-@pytest.mark.parametrize(("kept", "offloaded", "on_device"), [(0, 2, 4), (1, 3, 0), (3, 3, 2), (0, 8, 0)])
+COUNTS = [(*counts, pieces) for counts in [(0, 2, 4), (1, 3, 0), (3, 3, 2), (0, 8, 0)] for pieces in (None, 2)]
+
+
+# All ways at once, and all layers offloaded, are quick enough.
+@pytest.mark.parametrize(("kept", "offloaded", "on_device", "micro_batch_size"), long_unless(COUNTS[4:], COUNTS))
 def test_the_predicted_step_counts_offloaded_layers_wherever_they_lie(
     monkeypatch: pytest.MonkeyPatch, kept: int, offloaded: int, on_device: int, micro_batch_size: int | None
 ) -> None:
@@ -148,14 +154,14 @@ def test_attention_that_is_kept_takes_what_is_predicted(
 @pytest.mark.parametrize("kept", [0, pytest.param(3, marks=pytest.mark.long)])
 def test_tiles_take_what_is_predicted_and_less_than_whole_layers(kept: int) -> None:
     predicted = {}
-    for tile in (0, 256):
+    for tile in (0, 128):
         run = planned(200, token_tile=tile, kept_layers=kept, offloaded_layers=0, device_layers=0)
-        ids = long_batch()
+        ids = long_batch(1024)
         run.step(ids, max_norm=1.0)
         taken, predicted[tile] = peak_of_a_step(run, ids)
         assert 0.95 * predicted[tile] <= taken <= 1.03 * predicted[tile] + 0.1 * MIB
     # Outside the layers, logits are what is large here.
-    assert predicted[256] < 0.8 * predicted[0]
+    assert predicted[128] < 0.8 * predicted[0]
 
 
 def test_a_batch_that_does_not_fit_is_trained_in_the_pieces_that_a_user_would_ask_for(
@@ -275,7 +281,7 @@ def test_a_plan_that_is_only_weighed_leaves_the_layers_as_they_were(monkeypatch:
 
 def test_more_memory_never_makes_a_slower_plan() -> None:
     seconds = []
-    for budget_mib in (6, 8, 12, 20, 30, 50, 100, 200):
+    for budget_mib in (6, 12, 30, 50, 200):
         run = planned(budget_mib)
         run.step(batch())
         assert run.engine.device_plan.made.predicted_time is not None
@@ -408,7 +414,7 @@ def test_batches_of_all_shapes_have_few_plans_which_all_of_them_fit(
     run = planned(budget_mib)
     plan = run.engine.device_plan
     plan.show = True
-    for _ in range(12):
+    for _ in range(8):
         ids = token_batches(1, batch=shapes.randint(1, 8), length=shapes.randint(16, 256), vocabulary=512)[0]
         inputs = {"input_ids": ids, "labels": ids}
         plan.follow(run.model, inputs)
@@ -510,6 +516,7 @@ def test_a_model_that_surely_fits_trains_without_a_measured_layer(
     monkeypatch.setattr(device_plan, "LIBRARY_WORKSPACE_BYTES", 0)
     run = planned(room * needed_mib - LIBRARY_WORKSPACE_BYTES / MIB, compile_layers=False)
     run.engine.runtime.compiled._is_on = compile_layers
+    run.engine.runtime.compiled.backend = "aot_eager"
     for length in (64, 48, 64):
         run.step(batch(length))
     assert len(layers_measured) == measured

@@ -56,6 +56,17 @@ def test_another_model_has_an_outline_of_its_own(make: Callable[[], nn.Module]) 
     assert len(made) == 2
 
 
+def test_other_tokens_have_the_same_outline() -> None:
+    models = [tiny_llama() for _ in range(2)]
+    runtimes = [attach(model).runtime for model in models]
+    outline = remembering(outline_step, {})
+    other = {name: ids.flip(1) for name, ids in batch().items()}
+    assert not torch.equal(other["input_ids"], batch()["input_ids"])
+    first = outline(models[0], runtimes[0], batch(), CPU)
+    assert outline(models[0], runtimes[0], other, CPU) is first
+    assert outline_step(models[1], runtimes[1], other, CPU) == first
+
+
 def test_another_batch_and_another_way_have_outlines_of_their_own() -> None:
     made: Outlines = {}
     model = tiny_llama()

@@ -94,7 +94,7 @@ def test_a_long_batch_sends_no_states_to_the_host_and_keeps_fewer_layers() -> No
 
 def test_as_many_real_tokens_have_as_many_kept_layers_however_wide_the_batch_is() -> None:
     run = planned()
-    rows = [(2 * length, *7 * [length // 2]) for length in LENGTHS]
+    rows = [(2 * length, *7 * [length // 2]) for length in LENGTHS[:6]]
     rows += [(200, *7 * [16]), (120, *7 * [27])]  # 312 and 309 tokens
     rows += [(250, *7 * [34]), (100, *7 * [55])]  # 488 and 485
     kept = followed(run, [batch(max(each), each) for each in rows])
