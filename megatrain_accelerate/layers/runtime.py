@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import StepWorkerError, UnsupportedError
+from megatrain_accelerate.errors import RankError, StepWorkerError, UnsupportedError
 from megatrain_accelerate.gradients.call_gradients import GradientSums
 from megatrain_accelerate.gradients.clipping import Clipping, NormTable
 from megatrain_accelerate.gradients.exchange import Exchange
@@ -159,6 +159,8 @@ class StreamingRuntime:
             self.passes.order,
         )
         self.states_on_device = StatesOnDevice(streams, worker, kernels, shared)
+        if streams.is_cuda:  # else each of its launches would go by the first GPU, with a context there
+            worker.submit("the device", functools.partial(torch.cuda.set_device, streams.h2d_stream.device_index))
         _running.add(self)
 
     @property
@@ -419,14 +421,14 @@ class StreamingRuntime:
             self.refresh_if_written()
             self.offloader.wait()
             self.streams.synchronize()
-            if changes:
-                self.states_on_device.bring()
+            if changes:  # of a unit that comes whole other ranks have states, too
+                self.states_on_device.bring(of_all=any(comes and not part.unit.is_on_device for part, comes in targets))
                 self.states_on_device.place([])
             relocate(targets, self.prefetcher, self.streams.device, self.kernels, self._moved)
-            if changes:
-                self.states_on_device.place(shares)
             if self.offloader.takes_gradients:
                 self.offloader.allocate_slots(self.gradients_leave)
+            if changes:
+                self.states_on_device.place(shares)
 
     def bring_states(self) -> None:
         """Residuals and moments on the host are those of the last step, see :meth:`StatesOnDevice.bring`. Raises what
@@ -546,10 +548,10 @@ class StreamingRuntime:
     def close(self) -> None:
         """Ends the worker and gives the parameters back to ordinary host memory, masters in full precision."""
         self.watch.end()
-        with contextlib.suppress(StepWorkerError):
+        with contextlib.suppress(StepWorkerError, RankError):
             self.bring_states()
+        self.states_on_device.leave()
         self.states_on_device.place([])
-        self.worker.close()
         self.streams.synchronize()
         for handle in self._handles:
             handle.remove()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from multiprocessing.util import Finalize
 
 from megatrain_accelerate.errors import StepWorkerError
-from megatrain_accelerate.hooks import weakly
 from megatrain_accelerate.kernels.device import device_kernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.store.device_states import DeviceStates, StepDevice, arriving_bytes, states_bytes
+from megatrain_accelerate.store.segments import Segment
 from megatrain_accelerate.store.shared_store import SharedStore
 from megatrain_accelerate.store.step_worker import StepWorker
 from megatrain_accelerate.store.unit import HostUnit
@@ -24,8 +23,6 @@ class StatesOnDevice:
     def __init__(self, streams: Streams, worker: StepWorker, kernels: HostKernels, shared: SharedStore | None) -> None:
         self._streams, self._worker, self._kernels, self._shared = streams, worker, kernels, shared
         self.units: list[HostUnit] = []
-        if shared is not None:  # others may want this rank's states when it is gone
-            Finalize(None, weakly(self.leave), exitpriority=1)
 
     @property
     def size_bytes(self) -> int:
@@ -35,11 +32,11 @@ class StatesOnDevice:
     def place(self, units: Sequence[HostUnit]) -> None:
         """These units have states on the device from now on, and no others: those of before must have been brought. A
         torch.OutOfMemoryError where there is no room: then none have."""
+        if self._shared is not None:
+            self._worker.watch(self._bring_if_asked if units else None)
         for unit in self.units:
             unit.device_states = None
         self.units = []
-        if self._shared is not None:
-            self._worker.watch(self._bring_if_asked if units else None)
         if units:
             device, arriving = self._streams.device, max(arriving_bytes(unit.layout, unit.share) for unit in units)
             kernels = device_kernels(device, self._kernels)
@@ -49,11 +46,19 @@ class StatesOnDevice:
                 unit.device_states = states
             self.units = list(units)
 
-    def bring(self) -> None:
-        """Residuals and moments on the host are those of the last step, and count from now on; of several ranks those of all
-        shares, whichever rank asks: the others' step workers bring theirs. All steps that were taken must be applied."""
+    def step(self, unit: HostUnit, states: DeviceStates, segments: Sequence[Segment]) -> None:
+        """Steps these segments of a unit, all in this process's share. Called by the step worker."""
+        if segments:
+            if self._shared is not None:
+                self._shared.note_states_ahead(True)
+            states.step(unit.flat_states, segments)
+
+    def bring(self, of_all: bool = True) -> None:
+        """Makes residuals and moments on the host valid: they are those of the last step, and may be read and written until
+        the next one. With ``of_all`` those of every rank's shares, which the others' step workers bring, whatever the ranks
+        do meanwhile. All steps that were taken must be applied. Not between a forward and its backward."""
         self._bring_own()
-        if self._shared is not None:
+        if of_all and self._shared is not None:
             self._shared.ask_for_states()
 
     def _bring_own(self) -> None:
@@ -68,7 +73,13 @@ class StatesOnDevice:
             self._bring_own()
 
     def leave(self) -> None:
-        """This process ends, or the engine closes: its own states are on the host, unless a step failed."""
-        with contextlib.suppress(StepWorkerError):
-            self._worker.drain()
-            self._bring_own()
+        """This process ends, or the engine goes: its states are on the host, and nobody waits for them if a step failed."""
+        try:
+            with contextlib.suppress(StepWorkerError):
+                if self.units:
+                    self._worker.drain()
+                    self._bring_own()
+        finally:
+            if self._shared is not None:
+                self._shared.note_states_ahead(False)
+            self._worker.close()

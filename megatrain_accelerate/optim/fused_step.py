@@ -251,7 +251,9 @@ class FusedStep(HostStep):
         if (shared := unit.shared) is not None:
             segments = segments_between(segments, unit.share.begin, unit.share.end)
         parameters = sum(segment.elements for segment in segments)
-        meter = self.runtime.meter
+        meter, on_device, states = self.runtime.meter, self.runtime.states_on_device, unit.device_states
+        if states is not None:
+            states.refuse_written(unit.name, [view for state, _ in steps for view in views_of(state).values()])
         readers_finished_event = group.announce_push() if group is not None else None
         # In backward gradients may still be added up by the worker; step() checks those.
         versions = [] if before is not None else [(state, *_versions(state)) for state, _ in steps]
@@ -261,8 +263,8 @@ class FusedStep(HostStep):
                 return
             _refuse_written(unit, versions)
             with meter.stepping(parameters):
-                if unit.device_states is not None:
-                    unit.step_states_on_device(segments)
+                if states is not None:
+                    on_device.step(unit, states, segments)
                 else:
                     step_segments(unit.layout, unit.flat_states, segments, unit.kernels)
                     unit.memory["moments"].is_touched = True

@@ -9,11 +9,13 @@ makes back to the host, from where every rank fetches them as ever. Residuals an
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.kernels.device import StepKernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.kernels.moments import FloatMoments
@@ -31,13 +33,17 @@ class StepDevice:
     ) -> None:
         self.device, self.kernels, self.host_kernels, self.stream = device, kernels, host_kernels, stream
         self.arriving = torch.empty(arriving_bytes, dtype=torch.uint8, device=device)
+        self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """The body's work runs on the stream, and is over when this returns."""
-        with torch.cuda.stream(self.stream) if self.device.type == "cuda" else contextlib.nullcontext():
-            yield
-        self.stream.synchronize()
+        """The body's work runs on the stream, that of one thread at a time, and is over when this returns."""
+        with self._lock:
+            try:
+                with torch.cuda.stream(self.stream) if self.device.type == "cuda" else contextlib.nullcontext():
+                    yield
+            finally:
+                self.stream.synchronize()
 
 
 def states_bytes(shares: Iterable[tuple[FlatLayout, Share, torch.dtype]]) -> int:
@@ -56,17 +62,32 @@ def arriving_bytes(layout: FlatLayout, share: Share) -> int:
 
 
 class DeviceStates:
-    """A share's weights, residuals and moments on the device. Writer and reader: the step worker; whoever calls :meth:`leave`
-    finds no step of the unit under way."""
+    """A share's weights, residuals and moments on the device. The step worker steps them. :meth:`leave` may be called by any
+    thread, while no step of the unit is queued."""
 
     def __init__(self, layout: FlatLayout, share: Share, moments_dtype: torch.dtype, where: StepDevice) -> None:
         self._layout, self._share, self._where = layout, share, where
         self._is_current = False
-        """Whether these are the states that count; else those on the host do, and the next step copies them."""
+        """True from a step to the next :meth:`leave`. While False the host's states are valid, and the next step copies them
+        here first."""
+        self._shown_versions: dict[int, int] = {}
+        """Of tensors that show the host's states, by ``id``, since the last :meth:`leave`."""
         count, device = share.end - share.begin, where.device
         self._weights = torch.empty(share.end_byte - share.begin_byte, dtype=torch.uint8, device=device)
         self._residuals = torch.empty(share.split(layout), dtype=torch.int16, device=device)
         self._moments = FloatMoments(*(torch.empty(count, dtype=moments_dtype, device=device) for _ in range(2)))
+
+    def refuse_written(self, name: str, shown: Sequence[torch.Tensor]) -> None:
+        """Raises a ``StateError`` where somebody wrote to these residuals and moments, which an optimizer's state shows, while
+        those on the device are valid. Called when a step is taken."""
+        versions = {id(tensor): tensor._version for tensor in shown}
+        before = self._shown_versions
+        if any(before.get(key, version) != version for key, version in versions.items()):
+            raise StateError(
+                f"moments or residuals of {name} in the optimizer's state were written to while they are on the GPU; call "
+                "megatrain_accelerate.drain() before such writes, or set megatrain_config.placement.device_states: 0"
+            )
+        before.update(versions)
 
     def step(self, host: FlatStates, segments: Sequence[Segment]) -> None:
         """Steps the segments, which lie in the share, from gradients on the host (``host``, the unit's whole states there),
@@ -85,19 +106,20 @@ class DeviceStates:
             if any(segment.is_sum for segment in segments):
                 assert host.gradient_residuals is not None
                 sums = where.arriving[gradients.numel() :][: 2 * split].view(torch.int16)
-                sums.copy_(host.gradient_residuals[share.begin : share.begin + split], non_blocking=True)
+                # They aren't page-locked.
+                copy_bytes(sums, host.gradient_residuals[share.begin : share.begin + split], where.host_kernels)
             own = FlatStates(share.begin, self._weights, self._residuals, self._moments, gradients, sums)
             step_segments(self._layout, own, segments, where.kernels)
             host.weights[share.bytes].copy_(self._weights, non_blocking=True)
 
     def leave(self, host: FlatStates) -> None:
-        """Residuals and moments on the host, of the share, are those of the last step, and count from now on: they may be read
-        and written there. The next step copies them to the device again."""
-        if self._is_current:
-            with self._where.at_work():
+        """Makes the share's residuals and moments on the host valid: they may be read and written until the next step."""
+        with self._where.at_work():
+            if self._is_current:
                 for here, there in self._pairs(host)[1:]:  # the weights are there
                     copy_bytes(there, here, self._where.host_kernels)
-            self._is_current = False
+                self._is_current = False
+            self._shown_versions = {}
 
     def _pairs(self, host: FlatStates) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each of these states, and its place on the host; the weights first."""

@@ -31,16 +31,16 @@ class SharedStore:
         self.units = 0
         """So far."""
         self._asked = self.file.rows(ctypes.c_int64 * 1)
-        """How often each rank has asked all of them to bring the states of their shares to the host."""
+        """How often each rank has asked all others for the states of their shares."""
         self._answered = self.file.rows(ctypes.c_int64 * ranks.size)
-        """By rank, the numbers of each rank's askings that it has answered; :data:`_ALL` where the host has its states."""
+        """For each rank, the last of every rank's requests that it has answered; :data:`_ALL` if the host has its states."""
         self.note_states_ahead(False)
         self.is_loading = False
         """Whether ``load_state_dict`` may have written to weights since the last training forward: the only write that ranks
         may make to what they share, since each writes the same values."""
 
     def note_states_ahead(self, are_ahead: bool) -> None:
-        """Whether any states of this rank's shares are newer on the device than on the host."""
+        """Records whether any states of this rank's shares are newer on the device than on the host."""
         memory_fence()  # others see the states before the number that tells of them
         answered = self._answered[self.ranks.rank]
         if are_ahead != (answered[0] != _ALL):
@@ -61,7 +61,9 @@ class SharedStore:
         wait_for(
             lambda: [other for other, answered in enumerate(self._answered) if answered[rank] < asked],
             "haven't brought their states to the host",
+            "a rank that is stopped (in a debugger, say) can't",
         )
+        memory_fence()  # what is read from now on isn't older
 
 
 class SharedUnit:
@@ -96,10 +98,6 @@ class SharedUnit:
         memory_fence()  # others see the weights before the number that tells of them
         self._store.steps[self.ranks.rank][self._index] += 1
 
-    def note_states_ahead(self) -> None:
-        """Called by the step worker before states on the device are stepped."""
-        self._store.note_states_ahead(True)
-
     def next_step(self, name: str) -> StepOfAll:
         """The step of the unit that is about to be taken; called once for each, on every rank."""
         self._steps += 1
@@ -119,7 +117,7 @@ class StepOfAll:
 
     def wait(self) -> None:
         """Blocks until all ranks have applied theirs. A ``RankError`` names those that didn't in :data:`MEETING_SECONDS`."""
-        wait_for(self._late, f"haven't applied step {self._steps} of {self._name}")
+        wait_for(self._late, f"haven't applied step {self._steps} of {self._name}", "every process must take every step")
 
     def _late(self) -> list[int]:
         late = [rank for rank, row in enumerate(self._rows) if row[self._unit] < self._steps]
@@ -127,12 +125,12 @@ class StepOfAll:
         return late
 
 
-def wait_for(late: Callable[[], list[int]], what: str) -> None:
-    """Blocks until ``late`` names no rank; a ``RankError`` says ``what`` those didn't that it names for too long."""
+def wait_for(late: Callable[[], list[int]], what: str, why: str) -> None:
+    """Blocks until ``late`` names no rank; a ``RankError`` says of those that it names for too long ``what`` they didn't."""
     end, polls = time.monotonic() + MEETING_SECONDS, 0
     while late_ranks := late():
         polls += 1
         if polls > _POLLS_WITHOUT_SLEEP:
             time.sleep(_POLL_SECONDS)
             if time.monotonic() > end:
-                raise RankError(f"ranks {late_ranks} {what} after {MEETING_SECONDS:.0f} s; every process must take every step")
+                raise RankError(f"ranks {late_ranks} {what} after {MEETING_SECONDS:.0f} s; {why}")

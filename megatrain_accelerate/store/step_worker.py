@@ -30,6 +30,10 @@ class Ticket:
         self._cause = cause
         self._done.set()
 
+    def wait_until_over(self) -> None:
+        """Blocks until the work is over, however it ended."""
+        self._done.wait()
+
     def wait(self) -> None:
         """Blocks until the work is over; raises ``StepWorkerError`` from the exception that ended it or work before it."""
         self._done.wait()
@@ -60,11 +64,12 @@ class StepWorker:
         # What it does with parameters that are watched is no reason to wait for it.
         with torch._C.DisableTorchFunctionSubclass():
             while True:
+                when_idle = self._when_idle
                 try:
-                    item = self._queue.get(timeout=None if self._when_idle is None else _IDLE_SECONDS)
+                    item = self._queue.get(timeout=None if when_idle is None else _IDLE_SECONDS)
                 except queue.Empty:
-                    if self._when_idle is not None:
-                        self._do(self._when_idle)
+                    if when_idle is not None:
+                        self._do(when_idle)
                     continue
                 if item is None:
                     return
@@ -84,9 +89,13 @@ class StepWorker:
             self.fail(error)
 
     def watch(self, when_idle: Callable[[], None] | None) -> None:
-        """While the thread has nothing to do it calls ``when_idle`` every few milliseconds; None ends that."""
+        """From now on the thread calls ``when_idle`` every few milliseconds while it has nothing to do, and nothing that it
+        called before is under way when this returns. None ends that."""
         self._when_idle = when_idle
-        self._queue.put((Ticket("a watch"), lambda: None))  # the thread may be asleep
+        if not self._closed:  # else the thread has nothing to call, and wakes up no more
+            ticket = Ticket("a watch")
+            self._queue.put((ticket, lambda: None))
+            ticket.wait_until_over()
 
     @property
     def is_idle(self) -> bool:
@@ -106,7 +115,7 @@ class StepWorker:
         return ticket
 
     def fail(self, cause: BaseException) -> None:
-        """Notes a failure, of the same step outside the thread too; the first one counts."""
+        """Notes a failure, in the thread or outside it; the first one counts."""
         if self._failure is None:
             self._failure = cause
 

@@ -17,7 +17,7 @@ from megatrain_accelerate.store.device_states import DeviceStates
 from megatrain_accelerate.store.host_memory import DeviceMemory, HostMemory, copy_bytes
 from megatrain_accelerate.store.layout import ExpertRange, FlatEntry, FlatLayout, ParameterSpec
 from megatrain_accelerate.store.parameter import ParameterState, ParamHandle
-from megatrain_accelerate.store.segments import FlatStates, Segment
+from megatrain_accelerate.store.segments import FlatStates
 from megatrain_accelerate.store.shared_store import SharedStore, SharedUnit
 
 PASSING_BUFFERS = 3
@@ -211,17 +211,10 @@ class HostUnit:
         assert self.moments is not None
         return FlatStates(0, self.weights, self.residuals, self.moments, self.gradients, self.gradient_residuals)
 
-    def step_states_on_device(self, segments: Sequence[Segment]) -> None:
-        """Steps these segments, all in this process's share, by :attr:`device_states`."""
-        assert self.device_states is not None
-        if self.shared is not None:
-            self.shared.note_states_ahead()
-        self.device_states.step(self.flat_states, segments)
-
     def bring_states(self) -> None:
-        """This process's share of residuals and moments on the host counts from now on, see :meth:`DeviceStates.leave`."""
-        if self.device_states is not None and self.moments is not None:
-            self.device_states.leave(self.flat_states)
+        """Makes this process's share of residuals and moments on the host valid, see :meth:`DeviceStates.leave`."""
+        if (states := self.device_states) is not None and self.moments is not None:
+            states.leave(self.flat_states)
             self.memory["moments"].is_touched = True
 
     def allocate(self, kind: str, touch: bool = True) -> None:
