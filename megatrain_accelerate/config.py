@@ -16,7 +16,7 @@ from megatrain_accelerate.units import GIB
 _MINIMA = {
     **dict.fromkeys(("host_threads", "micro_batch_size", "expert_parts"), 1),
     **dict.fromkeys(("token_tile", "kept_layers", "offloaded_layers", "kept_attention"), 0),
-    "device_layers": -1,
+    **dict.fromkeys(("device_layers", "device_states"), -1),
     "slots": 2,
 }
 """Of whole numbers; None and ``auto`` are allowed where they are the default."""
@@ -119,6 +119,11 @@ class PlacementSettings:
     """Layers that live on the GPU whole, masters and moments too (12 bytes a parameter, gradients 2 more), and are stepped
     there, counted from the model's start; -1 stands for all layers, and the embeddings and the head with them."""
 
+    device_states: int | None = None
+    """Layers, behind those that live on the GPU, that stay on the host and are stepped on the GPU: each process has its share
+    of their masters and moments there (12 bytes a parameter, divided by the processes). -1 stands for all of them. Where they
+    aren't given the plan chooses so of several processes only."""
+
     slots: int = 2
     """Device buffers that hold one streamed layer's weights each; at least 2 (one computes, one is filled)."""
 
@@ -213,11 +218,12 @@ class MegatrainConfig:
             object.__setattr__(self, "placement", PlacementSettings(**given))
         _require_valid(self, "megatrain_config")
         on_device = self.placement.device_layers
-        if self.moments_dtype == "int8" and on_device:
-            raise ConfigError(
-                f"megatrain_config.placement.device_layers is {on_device}, but moments in 8 bits are stepped on the host "
-                "only; leave device_layers out, or set moments_dtype to bf16"
-            )
+        for name in ("device_layers", "device_states"):
+            if self.moments_dtype == "int8" and (count := getattr(self.placement, name)):
+                raise ConfigError(
+                    f"megatrain_config.placement.{name} is {count}, but moments in 8 bits are stepped on the host only; leave "
+                    f"{name} out, or set moments_dtype to bf16"
+                )
         if self.host_gradients == "passing" and self.step_schedule not in ("auto", "backward"):
             raise ConfigError(
                 "megatrain_config.host_gradients: passing consumes gradients in backward, and step_schedule is "

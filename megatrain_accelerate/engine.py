@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -203,7 +204,8 @@ class Engine:
             states = (state for unit in self.runtime.units for state in unit.states)
             self._frozen = [state.parameter for state in states if not state.entry.spec.trainable]
             # At exit too: the last steps are applied, and no thread is inside torch when the interpreter ends.
-            weakref.finalize(self, self.runtime.worker.close)
+            # When it is collected, or this process ends: other ranks may want this one's states then.
+            Finalize(self, self.runtime.states_on_device.leave, exitpriority=1)
             self.device_plan = DevicePlan(self.runtime, config, device, show_plan)
             if training:
                 self._begin_training()
@@ -428,6 +430,11 @@ class Engine:
         """Blocks until all weights are those of the last step, and takes over weights written from outside."""
         self.runtime.drain()
         self.runtime.refresh_if_written()
+
+    def bring_states(self) -> None:
+        """The same of the residuals and moments on the host, too."""
+        self.drain()
+        self.runtime.states_on_device.bring()
 
     def host_bytes_by_kind(self) -> dict[str, int]:
         """Bytes of the host store now, by what they hold; nothing for units that live on the device."""

@@ -70,7 +70,7 @@ def train_streamed(
             norms.append(float(engine.runtime.clip_grad_norm(model.parameters(), max_norm)))
         optimizer.step()
         optimizer.zero_grad()
-    engine.drain()
+    engine.bring_states()
     masters = masters_of(engine, model)
     weights = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
     engine.close()
@@ -106,7 +106,7 @@ class Training:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Copies of masters, device weights and moments."""
-        self.engine.drain()
+        self.engine.bring_states()
         found = {f"master {name}": master for name, master in masters_of(self.engine, self.model).items()}
         found |= {f"weight {name}": parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         for unit in self.engine.runtime.units:

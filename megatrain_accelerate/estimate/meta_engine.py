@@ -111,8 +111,8 @@ class MetaEngine(Engine):
         # What the settings place says whether experts are cut.
         parts = 1 if config.expert_parts == "auto" and wants_whole_layers(config) else config.expert_parts
         others: dict[str, Any] = {"host_threads": 1, "gpu_memory_gib": None if gpu_bytes is None else gpu_bytes / GIB}
-        nothing = dataclasses.replace(config.placement, kept_layers=0, offloaded_layers=0, device_layers=0)
-        config = dataclasses.replace(config, placement=nothing, expert_parts=parts, **others)
+        placement = dataclasses.replace(config.placement, kept_layers=0, offloaded_layers=0, device_layers=0, device_states=0)
+        config = dataclasses.replace(config, placement=placement, expert_parts=parts, **others)
         super().__init__(model, META, config, bf16=True, training=True, show_progress=False, show_plan=False)
 
     def close(self) -> None:

@@ -104,7 +104,7 @@ _COLUMNS = {
     "TFLOPS": 6,
     "GPU, GiB": 8,
     "host, GiB": 9,
-    "layers": 18,
+    "layers": 20,
     "bound by": 0,
 }
 """Names and widths, which rows that aren't known yet can't change."""
@@ -116,8 +116,9 @@ def _line(cells: Iterable[str]) -> str:
 
 def _cells(row: Forecast) -> tuple[str, ...]:
     placement = row.candidate.placement
-    sets = (placement.on_device, placement.kept, placement.offloaded)
-    layers = " / ".join(str(len(found)) for found in sets) + f" of {len(row.forecaster.engine.runtime.layers)}"
+    on_device, stepped = len(placement.on_device), len(placement.states_on_device)
+    counts = (f"{on_device}+{stepped}" if stepped else on_device, len(placement.kept), len(placement.offloaded))
+    layers = " / ".join(map(str, counts)) + f" of {len(row.forecaster.engine.runtime.layers)}"
     batch = f"{row.batch:,}" + (f" x {row.micro_batches}" if row.micro_batches > 1 else "") + (" as one" if row.joined else "")
     batch += f" by {row.samples}" if row.samples else ""
     return (
@@ -227,6 +228,7 @@ def _row_as_json(row: Forecast) -> dict[str, Any]:
         "gpu_gib": row.gpu_bytes / GIB,
         "host_gib": row.host_bytes / GIB,
         "layers_on_gpu": len(placement.on_device),
+        "layers_stepped_on_gpu": len(placement.on_device) + len(placement.states_on_device),
         "layers_kept": len(placement.kept),
         "layers_offloaded": len(placement.offloaded),
         "outside_on_gpu": placement.groups_on_device,

@@ -91,7 +91,7 @@ class Exchange:
         dist.all_to_all_single(received, buffer[: layout.gradient_bytes], [size] * ranks.size, sizes)
         parts = received.view(ranks.size, size)
         # Gradients in bf16 come first, as in the layout; those in fp32 follow.
-        in_bf16 = 2 * (min(own.end, layout.split_elements) - min(own.begin, layout.split_elements))
+        in_bf16 = 2 * own.split(layout)
         target = buffer[own.bytes]
         for place, dtype in ((slice(0, in_bf16), torch.bfloat16), (slice(in_bf16, size), torch.float32)):
             if place.start < place.stop:

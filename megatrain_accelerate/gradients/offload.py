@@ -364,7 +364,7 @@ class UnitGradients:
         if slot is not None:
             assert buffers is not None
             staging = buffers.take(reader)
-            place = slice(0, size) if unit.shared is None else unit.shared.share.bytes
+            place = slice(0, size) if unit.shared is None else unit.share.bytes
             copies = [(staging[place], slot.buffer[place])]
             slot.grads_copied_event = copied_event = offloader.send(part.name, slot.grads_ready_event, copies, ())
             views = part.unit.layout.views(staging, trainable_only=True)

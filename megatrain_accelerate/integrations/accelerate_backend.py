@@ -246,7 +246,7 @@ def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     if schedule == "auto":
         schedule = "backward" if engine.config.passes_gradients else "deferred"
     ids = {id(parameter) for parameter in parameters_of(optimizer) if engine.runtime.trains(parameter)}
-    engine.runtime.drain()
+    engine.runtime.bring_states()
     # First, since adopting sets the moments that they share.
     for earlier in engine.optimizer_drivers:
         if earlier.parameter_ids & ids:

@@ -193,6 +193,7 @@ class Telemetry:
             values |= {f"host_{kind}_gib": count / GIB for kind, count in self.engine.host_bytes_by_kind().items()}
             values |= {f"gpu_{kind}_gib": count / GIB for kind, count in plan.budget.held_bytes_by_kind().items()}
             lists = {"kept": placement.kept, "offloaded": placement.offloaded, "device": placement.on_device}
+            lists |= {"stepped_on_device": placement.on_device | placement.states_on_device}
             values |= {f"{name}_layers": float(len(layers)) for name, layers in lists.items()}
         if self.engine.device.type == "cuda":
             values["gpu_predicted_gib"] = plan.predicted_peak_bytes / GIB

@@ -19,6 +19,8 @@ from megatrain_accelerate.kernels.moments import FloatMoments, Moments
 _BLOCK = 1024
 _CHUNK = 4 * _BLOCK
 """Elements that one program steps."""
+_launches = threading.Lock()
+"""Two threads step on the device, and the first launch compiles."""
 
 
 class ParameterStep(NamedTuple):
@@ -73,7 +75,7 @@ class DeviceKernels:
                 key = (id(step.arguments), step.residual is None, step.grad_residual is None, step.moments.exp_avg.dtype)
                 alike[key].append(step)
         for group in alike.values():
-            with torch.cuda.device_of(group[0].weight):  # Triton launches on the current device
+            with _launches, torch.cuda.device_of(group[0].weight):  # Triton launches on the current device
                 self._launch(group)
 
     def _launch(self, steps: Sequence[ParameterStep]) -> None:

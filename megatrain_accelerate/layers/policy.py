@@ -26,6 +26,9 @@ class Placement:
     """Weights, masters and moments live on the device."""
     groups_on_device: bool = False
     """So do those of the parameters outside the layers."""
+    states_on_device: frozenset[int] = frozenset()
+    """Layers that live on the host and are stepped on the device, where each process has the masters and moments of its share.
+    If there are any, so are the parameters outside the layers, unless all of these live on the device."""
 
     def is_recomputed(self, index: int) -> bool:
         """Whether the layer's activations neither stay nor wait in host memory."""

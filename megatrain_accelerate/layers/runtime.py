@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.errors import RankError, StepWorkerError, UnsupportedError
 from megatrain_accelerate.gradients.call_gradients import GradientSums
 from megatrain_accelerate.gradients.clipping import Clipping, NormTable
 from megatrain_accelerate.gradients.exchange import Exchange
@@ -32,6 +32,7 @@ from megatrain_accelerate.layers.nested_tensors import taken_apart
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.resident import Part, ResidentGroup, relocate
 from megatrain_accelerate.layers.shared_mappings import has_mappings, with_copies
+from megatrain_accelerate.layers.states_on_device import StatesOnDevice
 from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.layers.unpadded_layer import batch_of
 from megatrain_accelerate.layers.watched_parameters import Watch, unwatched
@@ -157,6 +158,9 @@ class StreamingRuntime:
             lambda: self.dry_run is not None,
             self.passes.order,
         )
+        self.states_on_device = StatesOnDevice(streams, worker, kernels, shared)
+        if streams.is_cuda:  # else each of its launches would go by the first GPU, with a context there
+            worker.submit("the device", functools.partial(torch.cuda.set_device, streams.h2d_stream.device_index))
         _running.add(self)
 
     @property
@@ -398,12 +402,18 @@ class StreamingRuntime:
 
     # ------------------------------------------------------------------ placement
 
-    def place(self, on_device: Collection[int], groups_on_device: bool) -> None:
+    def place(self, on_device: Collection[int], groups_on_device: bool, states_on_device: Collection[int] = ()) -> None:
         """Moves weights, masters and moments to where they are to live: the layers ``on_device``, by index, and the resident
-        groups. Between steps only; waits for everything in flight. Raises a StepWorkerError if an earlier step failed."""
+        groups. Those with ``states_on_device`` live on the host and are stepped on the device, and so are the groups if there
+        are any. Between steps only; waits for everything in flight. Raises a StepWorkerError if an earlier step failed."""
         targets: list[tuple[Part, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
         targets += [(group, groups_on_device) for group in self.groups]
-        if all(part.unit.is_on_device == comes for part, comes in targets):
+        stepped: list[Part] = [layer for layer in self.layers if layer.index in states_on_device]
+        stepped += self.groups if stepped else []
+        whole = {id(part) for part, comes in targets if comes}
+        shares = [part.unit for part in stepped if id(part) not in whole and part.unit.share.begin < part.unit.share.end]
+        changes = shares != self.states_on_device.units
+        if not changes and all(part.unit.is_on_device == comes for part, comes in targets):
             return
         # A forward in inference mode may ask for room: what it leaves must be ordinary tensors.
         with torch.inference_mode(False), torch.no_grad():
@@ -411,9 +421,20 @@ class StreamingRuntime:
             self.refresh_if_written()
             self.offloader.wait()
             self.streams.synchronize()
+            if changes:  # of a unit that comes whole other ranks have states, too
+                self.states_on_device.bring(of_all=any(comes and not part.unit.is_on_device for part, comes in targets))
+                self.states_on_device.place([])
             relocate(targets, self.prefetcher, self.streams.device, self.kernels, self._moved)
             if self.offloader.takes_gradients:
                 self.offloader.allocate_slots(self.gradients_leave)
+            if changes:
+                self.states_on_device.place(shares)
+
+    def bring_states(self) -> None:
+        """Residuals and moments on the host are those of the last step, see :meth:`StatesOnDevice.bring`. Raises what
+        :meth:`drain` does."""
+        self.drain()
+        self.states_on_device.bring()
 
     def _moved(self, unit: HostUnit) -> None:
         for state in unit.states:
@@ -527,7 +548,10 @@ class StreamingRuntime:
     def close(self) -> None:
         """Ends the worker and gives the parameters back to ordinary host memory, masters in full precision."""
         self.watch.end()
-        self.worker.close()
+        with contextlib.suppress(StepWorkerError, RankError):
+            self.bring_states()
+        self.states_on_device.leave()
+        self.states_on_device.place([])
         self.streams.synchronize()
         for handle in self._handles:
             handle.remove()

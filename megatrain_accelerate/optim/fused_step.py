@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.optim import AdamW, Optimizer
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.buffers import refuse_unstepped
+from megatrain_accelerate.kernels.device import ParameterStep
 from megatrain_accelerate.kernels.host import AdamArguments
 from megatrain_accelerate.layers.layer import ExpertPart, StreamedExperts
 from megatrain_accelerate.layers.resident import Part, ResidentGroup
@@ -27,13 +29,7 @@ from megatrain_accelerate.optim.moment_states import (
     without_residual,
 )
 from megatrain_accelerate.store.parameter import ParameterState
-from megatrain_accelerate.store.segments import (
-    apply_segments,
-    plan_segments,
-    segments_between,
-    segments_of_experts,
-    step_on_device,
-)
+from megatrain_accelerate.store.segments import plan_segments, segments_between, segments_of_experts, step_segments
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.meter import Cause
 from megatrain_accelerate.transfer.parts import Stepped, Streamed
@@ -81,6 +77,26 @@ def _refuse_written(unit: HostUnit, versions: list[tuple[ParameterState, int, in
             )
 
 
+def _step_on_device(units: Iterable[tuple[HostUnit, Sequence[Step]]]) -> None:
+    """Steps parameters of units that live on the device in place, each from its own ``parameter.grad``."""
+    stepped, found = [(unit, steps) for unit, steps in units if steps], []
+    for state, arguments in (step for _, steps in stepped for step in steps):
+        gradient = state.parameter.grad
+        assert gradient is not None
+        assert state.moments is not None
+        of_sum = state.gradient_residual if state.handle.has_fp32_sum else None
+        first = state.entry.state_offset or 0
+        tensors = (state.weight, state.residual, state.moments, gradient.contiguous())
+        found.append(ParameterStep(*tensors, arguments, of_sum, first))
+    if stepped:
+        stepped[0][0].kernels.adamw_of_many(found)
+    for unit, steps in stepped:
+        unit.version += 1
+        increment_version([state.parameter for state, _ in steps])  # autograd knows nothing of the kernel
+        for state, _ in steps:
+            state.handle.note_version()
+
+
 class FusedStep(HostStep):
     """Adam and AdamW by the fused kernel: deferred, serial, or in backward (``config.step_schedule``)."""
 
@@ -123,6 +139,7 @@ class FusedStep(HostStep):
             self.runtime.part_of(state).unit.allocate("moments")
         if state.moments is None:
             return
+        self.runtime.part_of(state).unit.bring_states()
         take_over(state, values)
         if not values:
             self._shown.discard(id(state.parameter))
@@ -230,11 +247,13 @@ class FusedStep(HostStep):
         unit, group = part.unit, part if isinstance(part, ResidentGroup) else None
         segments = plan_segments(steps)
         if experts is not None:
-            segments = segments_of_experts(segments, unit, experts.experts)
+            segments = segments_of_experts(segments, unit.states, experts.experts)
         if (shared := unit.shared) is not None:
-            segments = segments_between(segments, shared.share.begin, shared.share.end)
+            segments = segments_between(segments, unit.share.begin, unit.share.end)
         parameters = sum(segment.elements for segment in segments)
-        kernels, meter = self.runtime.kernels, self.runtime.meter
+        meter, on_device, states = self.runtime.meter, self.runtime.states_on_device, unit.device_states
+        if states is not None:
+            states.refuse_written(unit.name, [view for state, _ in steps for view in views_of(state).values()])
         readers_finished_event = group.announce_push() if group is not None else None
         # In backward gradients may still be added up by the worker; step() checks those.
         versions = [] if before is not None else [(state, *_versions(state)) for state, _ in steps]
@@ -244,7 +263,11 @@ class FusedStep(HostStep):
                 return
             _refuse_written(unit, versions)
             with meter.stepping(parameters):
-                apply_segments(unit, segments, kernels)
+                if states is not None:
+                    on_device.step(unit, states, segments)
+                else:
+                    step_segments(unit.layout, unit.flat_states, segments, unit.kernels)
+                    unit.memory["moments"].is_touched = True
             _refuse_written(unit, versions)
             if shared is not None:
                 shared.note_applied()
@@ -298,7 +321,7 @@ class FusedStep(HostStep):
         # The worker has something to do while the launches for the device are prepared, which wait for nothing else.
         submit(on_host[:1])
         try:
-            step_on_device((unit, steps_of(unit)) for unit in runtime.units if unit.is_on_device)
+            _step_on_device((unit, steps_of(unit)) for unit in runtime.units if unit.is_on_device)
         except BaseException as error:
             runtime.worker.fail(error)
             raise

@@ -32,7 +32,7 @@ def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: s
     """Makes ``optimizer`` step on the host store of ``runtime``. Its identity, groups and defaults stay. It may also hold
     parameters that don't stream; an UnsupportedError for trained ones of another streamed model, or an optimizer that can't
     work with the settings. ``schedule``: ``deferred``, ``backward`` or ``serial``, as all but Adam and AdamW are."""
-    runtime.drain()  # steps of an optimizer before this one still write the moments
+    runtime.bring_states()  # an optimizer before this one may have made other moments
     optimizer.__class__ = getattr(type(optimizer), "_megatrain_original_class", type(optimizer))
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("LBFGS runs the model several times within step(), which can't stream; use AdamW, for example")
@@ -60,13 +60,13 @@ def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) ->
         return loss
 
     def state_dict(self: Optimizer) -> dict[str, Any]:
-        runtime.drain()
+        runtime.bring_states()
         # Of weights that somebody wrote to, the residuals count no more.
         runtime.refresh_if_written()
         return driver.saved(self, original.state_dict(self))
 
     def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
-        runtime.drain()
+        runtime.bring_states()
         # Weights that were loaded before are taken over now: seen later, they would reset the residuals loaded here.
         runtime.refresh_if_written()
         driver.load(self, state_dict, lambda saved: original.load_state_dict(self, saved))
@@ -92,7 +92,7 @@ def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) ->
 
     def __reduce_ex__(self: Optimizer, protocol: Any) -> Any:
         """Copies and pickles are plain optimizers of the original class: they hold copies of the parameters."""
-        runtime.drain()
+        runtime.bring_states()
         runtime.refresh_if_written()
         kept = self.__getstate__()
         # As torch's own would hold it: without residuals, and moments in fp32.

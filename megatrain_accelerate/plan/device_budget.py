@@ -66,7 +66,7 @@ class DeviceBudget:
             "gradient_slots": runtime.offloader.device_bytes,
             **self.fixed_bytes_by_kind(),
             "held_layers": runtime.prefetcher.held_bytes,
-            "states": sum(held["residuals"] + held["moments"] for held in there),
+            "states": runtime.states_on_device.size_bytes + sum(held["residuals"] + held["moments"] for held in there),
             "layers": sum(held["weights"] for held in layers),
             **({"gradient_residuals": sum_bytes} if sum_bytes else {}),
         }

@@ -134,7 +134,8 @@ class DevicePlan:
         if self._runtime.open_forwards:
             return
         self.evaluation_weights.before_forward(model, inputs, self.budget.left_bytes)
-        if self.made.placement.on_device and not self._is_displaced and self._device.type == "cuda":
+        placement = self.made.placement
+        if (placement.on_device or placement.states_on_device) and not self._is_displaced and self._device.type == "cuda":
             needed_bytes = self.evaluation_weights.needed_bytes(model, inputs)
             if needed_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
                 logger.info("megatrain: layers leave the GPU for an evaluation of %.1f GiB", needed_bytes / GIB)
@@ -572,16 +573,18 @@ class DevicePlan:
         self._note(placement=placement)
         self._runtime.calls.policy = placement
         self._runtime.activations.spacing = placement.offload_spacing
-        self._runtime.place(placement.on_device, placement.groups_on_device)
+        self._runtime.place(placement.on_device, placement.groups_on_device, placement.states_on_device)
 
     def _keep_states_on_host(self) -> None:
-        self._place(dataclasses.replace(self.made.placement, on_device=frozenset(), groups_on_device=False))
+        nothing = frozenset[int]()
+        at_home = dataclasses.replace(self.made.placement, on_device=nothing, states_on_device=nothing, groups_on_device=False)
+        self._place(at_home)
 
     def _fixed(self) -> dict[str, Any]:
         """The counts that the settings leave no choice of, as far as the optimizers allow it."""
         fixed = fixed_counts(self._config.placement, len(self._runtime.layers))
         may_move = self._runtime.states_may_move and can_step_on(self._device)
-        return fixed if may_move else {**fixed, "on_device": 0, "groups_on_device": False}
+        return fixed if may_move else {**fixed, "on_device": 0, "groups_on_device": False, "states_on_device": 0}
 
     def _settled(self) -> Placement:
         """What the settings ask for and nothing more."""

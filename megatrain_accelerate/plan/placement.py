@@ -37,8 +37,8 @@ def require_layers(layers: int, settings: PlacementSettings) -> None:
 @dataclasses.dataclass(frozen=True)
 class Counts:
     """How many layers of each sort a placement has; more than there are mean all. Layers on the device come first in the
-    model: the forward can begin with them while the host steps the others. Kept ones come last, since backward begins with
-    them."""
+    model, and those that are stepped there follow: the forward can begin with them while the host steps the others. Kept ones
+    come last, since backward begins with them."""
 
     kept: int = 0
     attention_kept: int = 0
@@ -46,6 +46,7 @@ class Counts:
     offloaded: int = 0
     on_device: int = 0
     groups_on_device: bool = False
+    states_on_device: int = 0
     budgets: tuple[float, float] = (0.0, 1.0)
 
     def placement(self, layers: int) -> Placement:
@@ -56,6 +57,7 @@ class Counts:
         # Where recomputed layers' inputs leave there is no pause between copies.
         spacing = min(MOST_SPACING, (layers - kept) // offloaded) if offloaded and not self.inputs_offloaded else 1
         last = layers - kept - 1
+        first = min(self.on_device, layers)
         away = frozenset(last - i * spacing for i in range(offloaded))
         return Placement(
             kept=frozenset(range(layers - kept, layers)),
@@ -63,8 +65,9 @@ class Counts:
             offload_spacing=spacing,
             attention_kept=frozenset(range(max(0, layers - kept - self.attention_kept), layers - kept)) - away,
             inputs_offloaded=frozenset(range(min(self.inputs_offloaded, layers))),
-            on_device=frozenset(range(min(self.on_device, layers))),
+            on_device=frozenset(range(first)),
             groups_on_device=self.groups_on_device,
+            states_on_device=frozenset(range(first, min(first + self.states_on_device, layers))),
             budgets=self.budgets,
         )
 
@@ -77,6 +80,7 @@ def fixed_counts(settings: PlacementSettings, layers: int) -> dict[str, Any]:
         "on_device": settings.device_layers,
         "inputs_offloaded": None if settings.offloaded_inputs is None else layers * settings.offloaded_inputs,
         "attention_kept": settings.kept_attention,
+        "states_on_device": layers if settings.device_states == -1 else settings.device_states,
     }
     every = {"on_device": layers, "groups_on_device": True} if settings.device_layers == -1 else {}
     return {name: count for name, count in fixed.items() if count is not None} | every
@@ -138,6 +142,11 @@ class UnitSizes:
         )
 
     @property
+    def stepped_bytes(self) -> int:
+        """What of it is on the device, divided among ranks, where it is stepped there and lives on the host."""
+        return self.gradient_bytes + self.state_bytes - self.weight_bytes  # a gradient has as many bytes as its weight
+
+    @property
     def step_traffic(self) -> int:
         return self.parameters * self.step_bytes
 
@@ -173,6 +182,11 @@ class Model:
     @property
     def groups(self) -> list[UnitSizes]:
         return [*self.groups_before, *self.groups_after]
+
+    def stepped_on_device(self, placement: Placement) -> list[UnitSizes]:
+        """Units that live on the host and are stepped on the device."""
+        layers = [self.layers[i] for i in placement.states_on_device]
+        return layers + (self.groups if layers and not placement.groups_on_device else [])
 
     def moved_bytes(self, placement: Placement) -> int:
         """Host memory that units give up which the placement moves to the device; of several ranks, what each gets of it."""
@@ -260,6 +274,9 @@ def held_bytes(model: Model, placement: Placement) -> int:
     held = sum(unit.state_bytes for unit in layers) + sum(unit.sum_bytes for unit in [*layers, *model.groups])
     if model.micro_batches > 1:  # from the second on, the gradients of the first are there
         held += sum(unit.gradient_bytes for unit in [*layers, *model.groups])
+    if stepped := model.stepped_on_device(placement):
+        arriving = max(2 * unit.gradient_bytes for unit in stepped)
+        held += (sum(unit.stepped_bytes for unit in stepped) + arriving) // model.ranks
     if placement.groups_on_device:
         held += sum(unit.state_bytes - unit.weight_bytes for unit in model.groups)
     if streams := len(layers) < len(model.layers):

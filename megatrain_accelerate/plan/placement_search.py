@@ -109,6 +109,8 @@ class PlacementSearch:
                 lambda at: _varied(at, groups_on_device=(at.groups_on_device, not at.groups_on_device), on_device=some),
             ),
             ({"on_device"}, lambda at: _varied(at, on_device=_around(at.on_device, 3, count), groups_on_device=(False, True))),
+            # Of one process a layer that lives there whole takes little more, and isn't fetched.
+            *([({"states_on_device"}, self._states)] if model.ranks > 1 else []),
             ({"offloaded"}, self._offloaded),
             ({"offloaded", "on_device"}, self._offloaded_for_layers),
         ]
@@ -175,17 +177,31 @@ class PlacementSearch:
 
     def _filled(self, at: Counts, found: Candidate) -> Candidate:
         """The same with as much on the device as there is room for: it takes load off the host and the link."""
-        if "on_device" in self._fixed:
-            return found
-        for counts in _varied(at, groups_on_device=[True], on_device=range(self._count, at.on_device, -1)):
-            candidate = self._try(counts)
-            if (
-                candidate is not None
-                and candidate.time.seconds <= (1 + NO_SLOWER) * found.time.seconds
-                and len(candidate.placement.kept) >= len(found.placement.kept)
-            ):
-                return candidate
+
+        def first_as_good(filled: Iterable[Counts]) -> tuple[Counts, Candidate]:
+            for counts in filled:
+                candidate = self._try(counts)
+                if (
+                    candidate is not None
+                    and candidate.time.seconds <= (1 + NO_SLOWER) * found.time.seconds
+                    and len(candidate.placement.kept) >= len(found.placement.kept)
+                ):
+                    return counts, candidate
+            return at, found
+
+        if "states_on_device" not in self._fixed and self._model.ranks > 1:
+            at, found = first_as_good(_varied(at, states_on_device=range(self._count, at.states_on_device, -1)))
+        if "on_device" not in self._fixed:
+            layers = range(self._count, at.on_device, -1)
+            at, found = first_as_good(_varied(at, groups_on_device=[True], on_device=layers))
         return found
+
+    def _states(self, at: Counts) -> Iterable[Counts]:
+        states = sorted({*_spread(self._count), *_around(at.states_on_device, 3, self._count)})
+        if "on_device" in self._fixed:
+            return _varied(at, states_on_device=states)
+        # Whole layers that leave make room for the states of many more.
+        return _varied(at, on_device={0, at.on_device}, groups_on_device=(False, True), states_on_device=states)
 
     def _some_and_near(self, count: int, reach: int) -> list[int]:
         return sorted({*_spread(self._count), *_around(count, reach, self._count)})

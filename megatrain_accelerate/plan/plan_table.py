@@ -28,10 +28,12 @@ def plan_table(plan: PlanRecord, runtime: StreamingRuntime, budget_bytes: int, o
     budgets = f"; memory budgets {high:g} and {low:g} ({lean_bytes / GIB:.1f} GiB)" if (low, high) != (0.0, 1.0) else ""
     away = sum(map(placement.offloads_inputs, range(count)))
     attending, both = len(placement.attention_kept), len(placement.attention_kept & placement.inputs_offloaded)
+    states = f", {len(placement.states_on_device)} more stepped there" if placement.states_on_device else ""
+    outside = "GPU" if placement.groups_on_device else "host, stepped on the GPU" if states else "host"
     rows = [
-        ("weights", f"{count - on_gpu} of {count} layers streamed, {on_gpu} on the GPU with their states"),
+        ("weights", f"{count - on_gpu} of {count} layers streamed, {on_gpu} on the GPU with their states{states}"),
         *([("experts", experts_text(runtime))] if runtime.experts else []),
-        ("states outside the layers", f"on the {'GPU' if placement.groups_on_device else 'host'}"),
+        ("states outside the layers", f"on the {outside}"),
         (
             "activations",
             f"{len(placement.kept)} layers kept ({kept_bytes / GIB:.1f} GiB), "

@@ -188,9 +188,10 @@ class _Pipeline:
         """What is left of the host step's speed, by how much of its time activations leave."""
         model, placement, machine = self.model, self.placement, self.machine
         leaving_seconds = sum(self.sent) / (machine.d2h_bytes * machine.d2h_share_in_step)
-        stepped = [unit for layer, unit in enumerate(model.layers) if layer not in placement.on_device]
+        elsewhere = placement.on_device | placement.states_on_device
+        stepped = [unit for layer, unit in enumerate(model.layers) if layer not in elsewhere]
         stepped += [part for parts in model.parts.values() for part in parts]
-        stepped += [] if placement.groups_on_device else model.groups
+        stepped += [] if placement.groups_on_device or placement.states_on_device else model.groups
         seconds = sum(unit.step_traffic for unit in stepped) / model.ranks / machine.host_step_traffic
         return 1 - min(1.0, leaving_seconds / seconds if seconds else 0.0) * (1 - machine.step_share_beside_copies)
 
@@ -236,7 +237,7 @@ class _Pipeline:
                 else:
                     out = self._send_gradients(unit, end)
                     if is_last and self.model.steps_in_backward:
-                        self.applied[event.layer] = self._step_unit(unit, out)
+                        self.applied[event.layer] = self._step_unit(unit, out, event.layer in placement.states_on_device)
             else:
                 copies.make_room()
                 end = self._compute_call(event, seconds.kept_forward if remembers else seconds.forward, ready)
@@ -307,24 +308,32 @@ class _Pipeline:
             self.host.work(unit.parameters * (10 if unit.sum_bytes else 6) / ranks / self.machine.host_step_traffic, out)
         return out
 
-    def _step_unit(self, unit: UnitSizes, not_before: float) -> float:
-        """The host steps this rank's share of a unit; returns when it has, and other machines' shares have come."""
-        stepped = self.host.work(unit.step_traffic / self.model.ranks / self.step_bytes_per_second, not_before)
+    def _step_unit(self, unit: UnitSizes, not_before: float, on_device: bool = False) -> float:
+        """The host steps this rank's share of a unit, or the device does; returns when it has, and other machines' shares have
+        come."""
+        traffic, size_bytes = unit.step_traffic / self.model.ranks, unit.gradient_bytes // self.model.ranks
+        if on_device:  # gradients come, and as many bytes of weights leave, while the step worker waits
+            seconds = traffic / self.machine.device_bytes
+            self.compute.work(seconds)
+            arrived = self.h2d.copy_between(size_bytes, max(self.host.free_at, not_before))
+            stepped = self.host.free_at = self.d2h.copy_between(size_bytes, arrived + seconds)
+        else:
+            stepped = self.host.work(traffic / self.step_bytes_per_second, not_before)
         return self._over_network(unit.gradient_bytes, stepped)  # weights have as many bytes
 
     def step(self) -> None:
         """Called when every gradient is on the host: what ``optimizer.step()`` does."""
         model, placement = self.model, self.placement
         now = self.compute.work(0.0, self.d2h.free_at)
-        are_there = placement.groups_on_device
+        are_there, comes = placement.groups_on_device, bool(placement.states_on_device)
         stepped_on_device = [*(model.layers[i] for i in placement.on_device), *(model.groups if are_there else ())]
-        before = [(unit, self._step_unit(unit, now)) for unit in model.groups_before if not are_there]
+        before = [(unit, self._step_unit(unit, now, comes)) for unit in model.groups_before if not are_there]
         for layer, unit in enumerate(model.layers if not model.steps_in_backward else ()):
             if layer not in placement.on_device:
-                self.applied[layer] = self._step_unit(unit, now)
+                self.applied[layer] = self._step_unit(unit, now, layer in placement.states_on_device)
             for place, part in enumerate(model.parts.get(layer, ())):
                 self.applied[layer, place] = self._step_unit(part, now)
-        after = [(unit, self._step_unit(unit, now)) for unit in model.groups_after if not are_there]
+        after = [(unit, self._step_unit(unit, now, comes)) for unit in model.groups_after if not are_there]
         # Issued when its step is over, between copies of layers that were issued before and after, while layers are stepped.
         self.before_at, self.after_at = (
             max((self.h2d.copy_between(unit.weight_bytes, stepped) for unit, stepped in units), default=now)

@@ -48,7 +48,7 @@ def place_both(
     if found is None:
         return None
     most, there = found
-    moves = most.placement.on_device != best.placement.on_device
+    moves = any(getattr(most.placement, name) != getattr(best.placement, name) for name in ("on_device", "states_on_device"))
     if moves and (best := search_for(usual, there).best()) is None:
         return None
     both = dataclasses.replace(
@@ -73,11 +73,18 @@ def place_both(
 def _largest_beside(
     best: Candidate, largest: StepOutline, search_for: SearchFor, fixed: Mapping[str, Any]
 ) -> tuple[Candidate, Mapping[str, Any]] | None:
-    """The largest batch's placement with as many layers on the device as there are with ``best``, or as many as fit unless
-    that is fixed, and the counts that it was found with."""
-    most_layers = len(best.placement.on_device)
-    for count in range(most_layers, most_layers - 1 if "on_device" in fixed else -1, -1):
-        there = {**fixed, "on_device": count, "groups_on_device": best.placement.groups_on_device}
+    """The largest batch's placement with as many layers, and states of others, on the device as there are with ``best``, or as
+    many as fit unless that is fixed, and the counts that it was found with."""
+    layers, states = len(best.placement.on_device), len(best.placement.states_on_device)
+    fewer = [(layers, states), *((layers, count) for count in range(states - 1, -1, -1))]
+    fewer += [(count, 0) for count in range(layers - 1, -1, -1)]
+    for on_device, stepped in fewer:
+        there = {
+            "groups_on_device": best.placement.groups_on_device,
+            "on_device": on_device,
+            "states_on_device": stepped,
+            **fixed,
+        }
         search = search_for(largest, there)
         if search.something_fits:
             # Each memory budget has a graph of its own, which takes time to compile.

@@ -126,6 +126,10 @@ class Share:
         """Its gradients' place in the unit's gradients, and in a gradient slot."""
         return slice(self.begin_byte, self.end_byte)
 
+    def split(self, layout: FlatLayout) -> int:
+        """How many of its elements, the first ones, have residuals."""
+        return min(self.end, layout.split_elements) - min(self.begin, layout.split_elements)
+
     def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
         """Its part, of one dimension and maybe empty, of a parameter's contiguous tensor, a gradient or a residual."""
         first = entry.state_offset

@@ -1,19 +1,18 @@
-"""One unit's AdamW step on the host: which runs of its flat buffers share their settings, and the kernel calls."""
+"""The AdamW step of a unit's flat states: which runs of them share their settings, and what of a run lies in a share."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
-from torch.autograd.graph import increment_version
 
-from megatrain_accelerate.kernels.device import ParameterStep
-from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
-from megatrain_accelerate.kernels.moments import Int8Moments
-from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS, ExpertRange
+from megatrain_accelerate.kernels.device import ParameterStep, StepKernels
+from megatrain_accelerate.kernels.host import AdamArguments
+from megatrain_accelerate.kernels.moments import Int8Moments, Moments
+from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS, ExpertRange, FlatLayout
 from megatrain_accelerate.store.parameter import ParameterState
-from megatrain_accelerate.store.unit import HostUnit
 
 
 @dataclasses.dataclass
@@ -27,6 +26,21 @@ class Segment:
     arguments: AdamArguments
     is_sum: bool
     """Whether the gradients are fp32 sums, with residuals."""
+
+
+class FlatStates(NamedTuple):
+    """What a step reads and writes, from the element ``first`` of the unit's states on, all on one device."""
+
+    first: int
+    weights: torch.Tensor
+    """uint8: bf16 weights, then fp32 ones, as in the unit's layout."""
+    residuals: torch.Tensor
+    """int16, of the bf16 weights."""
+    moments: Moments
+    gradients: torch.Tensor | None
+    """uint8, as the weights."""
+    gradient_residuals: torch.Tensor | None
+    """int16, of the gradients that are fp32 sums."""
 
 
 def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list[Segment]:
@@ -49,11 +63,12 @@ def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list
     return segments
 
 
-def segments_of_experts(segments: Sequence[Segment], unit: HostUnit, experts: ExpertRange) -> list[Segment]:
-    """What of a unit's segments are the parameters of these experts; those of all parts are the whole. A parameter in 8-bit
-    moments whose experts don't begin with a block of theirs is stepped whole with the first part."""
+def segments_of_experts(segments: Sequence[Segment], states: Iterable[ParameterState], experts: ExpertRange) -> list[Segment]:
+    """What of the segments of a unit, of whose parameters ``states`` are, is that of these experts; those of all parts are the
+    whole. A parameter in 8-bit moments whose experts don't begin with a block of theirs is stepped whole with the first part.
+    """
     of_part: list[Segment] = []
-    for state in unit.states:
+    for state in states:
         if (begin_of_parameter := state.entry.state_offset) is None:
             continue
         begin, end = experts.elements(state.entry)
@@ -74,42 +89,25 @@ def segments_between(segments: Sequence[Segment], begin: int, end: int) -> list[
     return parts
 
 
-def step_on_device(units: Iterable[tuple[HostUnit, Sequence[tuple[ParameterState, AdamArguments]]]]) -> None:
-    """Steps parameters of units that live on the device in place, each from its own ``parameter.grad``."""
-    stepped, found = [(unit, steps) for unit, steps in units if steps], []
-    for state, arguments in (step for _, steps in stepped for step in steps):
-        gradient = state.parameter.grad
-        assert gradient is not None
-        assert state.moments is not None
-        of_sum = state.gradient_residual if state.handle.has_fp32_sum else None
-        first = state.entry.state_offset or 0
-        tensors = (state.weight, state.residual, state.moments, gradient.contiguous())
-        found.append(ParameterStep(*tensors, arguments, of_sum, first))
-    if stepped:
-        stepped[0][0].kernels.adamw_of_many(found)
-    for unit, steps in stepped:
-        unit.version += 1
-        increment_version([state.parameter for state, _ in steps])  # autograd knows nothing of the kernel
-        for state, _ in steps:
-            state.handle.note_version()
-
-
-def apply_segments(unit: HostUnit, segments: Sequence[Segment], kernels: HostKernels) -> None:
-    """Steps the unit's weights, residuals and moments in place from its gradients."""
-    assert unit.gradients is not None
-    assert unit.moments is not None
+def step_segments(layout: FlatLayout, states: FlatStates, segments: Sequence[Segment], kernels: StepKernels) -> None:
+    """Steps weights, residuals and moments of these segments of a unit in place; ``kernels``: of where the states lie."""
+    assert states.gradients is not None
+    steps = []
     for segment in segments:
-        first = segment.state_offset
+        first = segment.state_offset - states.first
         elements = slice(first, first + segment.elements)
-        weights = slice(unit.layout.byte_of(first), unit.layout.byte_of(first + segment.elements))
-        assert unit.gradient_residuals is not None or not segment.is_sum
-        kernels.adamw(
-            unit.weights[weights].view(segment.dtype),
-            unit.residuals[elements] if segment.dtype == torch.bfloat16 else None,
-            unit.moments.run(first, segment.elements),
-            unit.gradients[weights].view(segment.dtype),
-            segment.arguments,
-            unit.gradient_residuals[elements] if segment.is_sum and unit.gradient_residuals is not None else None,
-            first,
+        begin = layout.byte_of(segment.state_offset) - layout.byte_of(states.first)
+        weights = slice(begin, begin + segment.elements * segment.dtype.itemsize)
+        assert states.gradient_residuals is not None or not segment.is_sum
+        steps.append(
+            ParameterStep(
+                states.weights[weights].view(segment.dtype),
+                states.residuals[elements] if segment.dtype == torch.bfloat16 else None,
+                states.moments.run(first, segment.elements),
+                states.gradients[weights].view(segment.dtype),
+                segment.arguments,
+                states.gradient_residuals[elements] if segment.is_sum and states.gradient_residuals is not None else None,
+                segment.state_offset,
+            )
         )
-    unit.memory["moments"].is_touched = True
+    kernels.adamw_of_many(steps)

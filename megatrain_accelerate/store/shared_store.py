@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatrain_accelerate.errors import RankError, UnsupportedError
 from megatrain_accelerate.kernels.host import memory_fence
@@ -14,6 +14,7 @@ from megatrain_accelerate.parallel.ranks import MEETING_SECONDS, Ranks
 from megatrain_accelerate.parallel.shared_file import SharedFile
 from megatrain_accelerate.store.layout import FlatLayout
 
+_ALL = 1 << 62
 _POLL_SECONDS = 50e-6
 _POLLS_WITHOUT_SLEEP = 200
 
@@ -29,9 +30,40 @@ class SharedStore:
         self.order = OrderCheck(self.file, ranks, "gradients")
         self.units = 0
         """So far."""
+        self._asked = self.file.rows(ctypes.c_int64 * 1)
+        """How often each rank has asked all others for the states of their shares."""
+        self._answered = self.file.rows(ctypes.c_int64 * ranks.size)
+        """For each rank, the last of every rank's requests that it has answered; :data:`_ALL` if the host has its states."""
+        self.note_states_ahead(False)
         self.is_loading = False
         """Whether ``load_state_dict`` may have written to weights since the last training forward: the only write that ranks
         may make to what they share, since each writes the same values."""
+
+    def note_states_ahead(self, are_ahead: bool) -> None:
+        """Records whether any states of this rank's shares are newer on the device than on the host."""
+        memory_fence()  # others see the states before the number that tells of them
+        answered = self._answered[self.ranks.rank]
+        if are_ahead != (answered[0] != _ALL):
+            answered[:] = [asked if are_ahead else _ALL for (asked,) in self._asked]
+
+    @property
+    def is_asked_for_states(self) -> bool:
+        """Whether any rank waits for this one in :meth:`ask_for_states`."""
+        return any(asked > done for (asked,), done in zip(self._asked, self._answered[self.ranks.rank], strict=True))
+
+    def ask_for_states(self) -> None:
+        """Returns when every rank has the states of its shares on the host. Any rank may call it alone: the others' step
+        workers bring them."""
+        rank = self.ranks.rank
+        self._asked[rank][0] += 1
+        asked = self._asked[rank][0]
+        memory_fence()
+        wait_for(
+            lambda: [other for other, answered in enumerate(self._answered) if answered[rank] < asked],
+            "haven't brought their states to the host",
+            "a rank that is stopped (in a debugger, say) can't",
+        )
+        memory_fence()  # what is read from now on isn't older
 
 
 class SharedUnit:
@@ -81,20 +113,24 @@ class StepOfAll:
     @property
     def is_done(self) -> bool:
         """Whether all ranks have applied theirs."""
-        done = all(row[self._unit] >= self._steps for row in self._rows)
-        memory_fence()  # what is read from now on isn't older
-        return done
+        return not self._late()
 
     def wait(self) -> None:
         """Blocks until all ranks have applied theirs. A ``RankError`` names those that didn't in :data:`MEETING_SECONDS`."""
-        end, polls = time.monotonic() + MEETING_SECONDS, 0
-        while not self.is_done:
-            polls += 1
-            if polls > _POLLS_WITHOUT_SLEEP:
-                time.sleep(_POLL_SECONDS)
-                if time.monotonic() > end:
-                    late = [rank for rank, row in enumerate(self._rows) if row[self._unit] < self._steps]
-                    raise RankError(
-                        f"ranks {late} haven't applied step {self._steps} of {self._name} after {MEETING_SECONDS:.0f} s; "
-                        "every process must take every step"
-                    )
+        wait_for(self._late, f"haven't applied step {self._steps} of {self._name}", "every process must take every step")
+
+    def _late(self) -> list[int]:
+        late = [rank for rank, row in enumerate(self._rows) if row[self._unit] < self._steps]
+        memory_fence()  # what is read from now on isn't older
+        return late
+
+
+def wait_for(late: Callable[[], list[int]], what: str, why: str) -> None:
+    """Blocks until ``late`` names no rank; a ``RankError`` says of those that it names for too long ``what`` they didn't."""
+    end, polls = time.monotonic() + MEETING_SECONDS, 0
+    while late_ranks := late():
+        polls += 1
+        if polls > _POLLS_WITHOUT_SLEEP:
+            time.sleep(_POLL_SECONDS)
+            if time.monotonic() > end:
+                raise RankError(f"ranks {late_ranks} {what} after {MEETING_SECONDS:.0f} s; {why}")

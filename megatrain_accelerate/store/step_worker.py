@@ -11,6 +11,8 @@ import torch
 
 from megatrain_accelerate.errors import StepWorkerError
 
+_IDLE_SECONDS = 0.01
+
 
 class Ticket:
     """A claim on one piece of submitted work."""
@@ -27,6 +29,10 @@ class Ticket:
     def finish(self, cause: BaseException | None = None) -> None:
         self._cause = cause
         self._done.set()
+
+    def wait_until_over(self) -> None:
+        """Blocks until the work is over, however it ended."""
+        self._done.wait()
 
     def wait(self) -> None:
         """Blocks until the work is over; raises ``StepWorkerError`` from the exception that ended it or work before it."""
@@ -50,24 +56,46 @@ class StepWorker:
         self._last_ticket.finish()
         self.on_work_done: Callable[[str, int, int], None] | None = None
         """Called by the thread with the name of each piece of work, its begin and its end (``perf_counter_ns``)."""
+        self._when_idle: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         # What it does with parameters that are watched is no reason to wait for it.
         with torch._C.DisableTorchFunctionSubclass():
-            while (item := self._queue.get()) is not None:
+            while True:
+                when_idle = self._when_idle
+                try:
+                    item = self._queue.get(timeout=None if when_idle is None else _IDLE_SECONDS)
+                except queue.Empty:
+                    if when_idle is not None:
+                        self._do(when_idle)
+                    continue
+                if item is None:
+                    return
                 ticket, work = item
                 if self._failure is None:
                     start_ns = time.perf_counter_ns()
-                    try:
-                        work()
-                    except BaseException as error:
-                        self._failure = error
+                    self._do(work)
                     if (observer := self.on_work_done) is not None:
                         observer(ticket.name, start_ns, time.perf_counter_ns())
                 ticket.finish(self._failure)
                 del item, ticket, work  # a closure may hold device memory
+
+    def _do(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self.fail(error)
+
+    def watch(self, when_idle: Callable[[], None] | None) -> None:
+        """From now on the thread calls ``when_idle`` every few milliseconds while it has nothing to do, and nothing that it
+        called before is under way when this returns. None ends that."""
+        self._when_idle = when_idle
+        if not self._closed:  # else the thread has nothing to call, and wakes up no more
+            ticket = Ticket("a watch")
+            self._queue.put((ticket, lambda: None))
+            ticket.wait_until_over()
 
     @property
     def is_idle(self) -> bool:
@@ -87,7 +115,7 @@ class StepWorker:
         return ticket
 
     def fail(self, cause: BaseException) -> None:
-        """Notes a failure of the same step outside the thread; the first one counts."""
+        """Notes a failure, in the thread or outside it; the first one counts."""
         if self._failure is None:
             self._failure = cause
 

@@ -13,9 +13,11 @@ from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.kernels.device import StepKernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.kernels.moments import Moments, moment_bytes, moments_within
+from megatrain_accelerate.store.device_states import DeviceStates
 from megatrain_accelerate.store.host_memory import DeviceMemory, HostMemory, copy_bytes
 from megatrain_accelerate.store.layout import ExpertRange, FlatEntry, FlatLayout, ParameterSpec
 from megatrain_accelerate.store.parameter import ParameterState, ParamHandle
+from megatrain_accelerate.store.segments import FlatStates
 from megatrain_accelerate.store.shared_store import SharedStore, SharedUnit
 
 PASSING_BUFFERS = 3
@@ -57,7 +59,7 @@ class HostUnit:
         self.device: torch.device | None = None
         """Where the unit lives if not on the host, see :meth:`move`."""
         self._register = register
-        self._moments_dtype = moments_dtype
+        self.moments_dtype = moments_dtype
         self.memory: dict[str, HostMemory | DeviceMemory] = {}
         """By what it holds."""
         self._promised: set[str] = set()
@@ -72,6 +74,10 @@ class HostUnit:
         """Where fp32 sums of gradients are made, if not at the unit's home: residents' are wherever these compute."""
         self.shared = None if store is None else SharedUnit(store, self.layout, self.sizes)
         """Its places in memory that several ranks share, and this one's share."""
+        self.share = self.layout.share_of(0, 1) if self.shared is None else self.shared.share
+        """What of the states this process steps: all of them unless ranks share the unit."""
+        self.device_states: DeviceStates | None = None
+        """The share's on the device, where it is stepped there while the unit lives on the host."""
         self.version = 0
         self.weights = torch.empty(0)
         """Flat weights, uint8: what one copy moves to a slot."""
@@ -85,9 +91,9 @@ class HostUnit:
         """Flat moments of the fused optimizer. None before they are made."""
         self.passes_gradients = False
         """Whether gradients have no memory here: :attr:`gradients` is then the buffer that they came in last."""
-        share = None if self.shared is None else self.shared.share
+        shared = None if self.shared is None else self.share
         self.states = [
-            ParameterState(ParamHandle(parameter), entry, parameter.data, share=share)
+            ParameterState(ParamHandle(parameter), entry, parameter.data, share=shared)
             for (_, parameter), entry in zip(parameters, self.layout.entries, strict=True)
         ]
         self._make("weights", touch=False)
@@ -115,17 +121,16 @@ class HostUnit:
         self._bind(kind)
         if self.shared is not None and self.device is None:
             # Pages of what this rank alone writes to are made on all its threads: zero, as they are.
-            share = self.shared.share
             if kind == "gradients" and self.gradients is not None:
-                self._host_kernels.zero(self.gradients[share.bytes])
+                self._host_kernels.zero(self.gradients[self.share.bytes])
             elif kind == "moments" and self.moments is not None:
-                for part in self.moments.run(share.begin, share.end - share.begin):
+                for part in self.moments.run(self.share.begin, self.share.end - self.share.begin):
                     self._host_kernels.zero(part)
         return memory
 
     def _bind(self, kind: str) -> None:
         """Makes the unit's views of one kind of its memory, and its parameters'."""
-        tensor, elements, moments_dtype = self.memory[kind].tensor, self.layout.state_elements, self._moments_dtype
+        tensor, elements, moments_dtype = self.memory[kind].tensor, self.layout.state_elements, self.moments_dtype
         if kind == "moments":
             self.moments = moments_within(tensor, elements, 0, (elements,), moments_dtype)
         else:
@@ -174,6 +179,7 @@ class HostUnit:
         ``UnsupportedError`` where ranks share it, unless each writes the same."""
         if self.shared is not None:
             self.shared.refuse_written(self.name)
+        self.bring_states()
         if value.shape != state.weight.shape or not value.is_floating_point() or value.is_meta:
             raise StateError(
                 f"parameter {self.name}.{state.name} was prepared with shape {tuple(state.weight.shape)} and is now a "
@@ -198,6 +204,18 @@ class HostUnit:
         master = torch.empty(state.weight.shape, dtype=torch.float32, device=state.weight.device)
         self.kernels.join(state.weight, state.residual, master)
         return master.cpu()
+
+    @property
+    def flat_states(self) -> FlatStates:
+        """All of its states, where it lives; with moments that are made."""
+        assert self.moments is not None
+        return FlatStates(0, self.weights, self.residuals, self.moments, self.gradients, self.gradient_residuals)
+
+    def bring_states(self) -> None:
+        """Makes this process's share of residuals and moments on the host valid, see :meth:`DeviceStates.leave`."""
+        if (states := self.device_states) is not None and self.moments is not None:
+            states.leave(self.flat_states)
+            self.memory["moments"].is_touched = True
 
     def allocate(self, kind: str, touch: bool = True) -> None:
         """Makes one kind of memory, zero, where the unit lives, if it is missing and the unit has something of that kind.
@@ -234,7 +252,7 @@ class HostUnit:
         """What a parameter's moments will be, without data; None where none were promised."""
         if "moments" not in self._promised:
             return None
-        shape, of_dtype = state.entry.spec.shape, self._moments_dtype
+        shape, of_dtype = state.entry.spec.shape, self.moments_dtype
         return moments_within(lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"), 0, 0, shape, of_dtype)
 
     @property
@@ -245,18 +263,18 @@ class HostUnit:
         """What one copy moves, all uint8: views of the flat weights, or of these ``gradients``, and of a slot's buffer."""
         place = slice(0, self.layout.weight_bytes if gradients is None else self.layout.gradient_bytes)
         if self.shared is not None and gradients is not None:
-            place = self.shared.share.bytes
+            place = self.share.bytes
         return [((self.weights if gradients is None else gradients)[place], of_slot[place])]
 
     def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a parameter's tensor, or of a gradient's, that this process steps: all of it unless it is shared."""
-        return tensor if self.shared is None else self.shared.share.of(entry, tensor)
+        return tensor if self.shared is None else self.share.of(entry, tensor)
 
     def move(self, device: torch.device | None, kernels: StepKernels) -> None:
         """What the unit has, its parameters' data and gradients among it, lives on ``device`` from now on, where gradients are
         autograd's own; with None on the host again, in memory that is made and registered anew. ``kernels``: those of the new
-        home. No step and no copy may be pending. Without room (``torch.OutOfMemoryError``, ``HostMemoryError``) nothing
-        moves."""
+        home. No step and no copy may be pending, and it may have no :attr:`device_states`. Without room
+        (``torch.OutOfMemoryError``, ``HostMemoryError``) nothing moves."""
         old_memory = self.memory
         sums = [(s, s.parameter.grad, s.sum_residual if s.handle.has_fp32_sum else None) for s in self.states]
         kinds = [kind for kind in old_memory if kind != "gradients"]
@@ -319,7 +337,7 @@ class HostUnit:
         # The mapping goes with the last view of it.
         self.states, self.memory, self._promised = [], {}, set()
         self.weights = self.residuals = torch.empty(0)
-        self.gradients = self.gradient_residuals = self.moments = None
+        self.gradients = self.gradient_residuals = self.moments = self.device_states = None
 
 
 class UnitRange:

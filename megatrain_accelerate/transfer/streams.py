@@ -7,6 +7,7 @@ compute_stream  the model's own kernels; always the current stream   both copy s
 h2d_stream      weights, host to device, one copy a layer;           compute of the layer before, of the part before
                 of a part of its experts one copy a parameter
 d2h_stream      gradients, device to host, as many                   compute of the layer that follows in backward
+step_stream     steps of states on the device of units on the host   the next forward
 =============== ==================================================== =============================================
 
 Events live on the objects that they protect, and order the reuse of slots, so that ``record_stream`` isn't needed.
@@ -15,6 +16,7 @@ Events live on the objects that they protect, and order the reuse of slots, so t
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -51,6 +53,11 @@ class Streams:
         self.is_cuda = device.type == "cuda"
         self.h2d_stream: Any = torch.cuda.Stream(device) if self.is_cuda else Immediate()
         self.d2h_stream: Any = torch.cuda.Stream(device) if self.is_cuda else Immediate()
+
+    @functools.cached_property
+    def step_stream(self) -> Any:
+        """Made where a unit has its states on the device, and lives on the host."""
+        return torch.cuda.Stream(self.device) if self.is_cuda else Immediate()
 
     @property
     def compute_stream(self) -> Any:

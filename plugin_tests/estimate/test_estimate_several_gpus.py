@@ -32,7 +32,7 @@ from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES
 from megatrain_accelerate.units import GIB
 
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
-STREAMED = ("placement.kept_layers=0", "placement.offloaded_layers=0", "placement.device_layers=0")
+STREAMED = tuple(f"placement.{name}=0" for name in ("kept_layers", "offloaded_layers", "device_layers", "device_states"))
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

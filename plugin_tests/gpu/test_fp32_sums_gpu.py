@@ -20,7 +20,7 @@ from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 COUNT = 3_000_017
-PLACEMENTS = [{}, {"device_layers": 2}, {"device_layers": -1, "kept_layers": 4}, {"kept_layers": 2}]
+PLACEMENTS = [{}, {"device_layers": 2}, {"device_layers": -1, "kept_layers": 4}, {"kept_layers": 2}, {"device_states": -1}]
 
 
 @pytest.fixture(autouse=True)

@@ -92,13 +92,13 @@ def test_slow_kernels_bound_the_step_by_compute() -> None:
 
 
 def test_a_slow_host_step_bounds_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    apply = fused_step.apply_segments
+    apply = fused_step.step_segments
 
     def slow_apply(*args: Any) -> None:
         time.sleep(0.02)
         apply(*args)
 
-    monkeypatch.setattr(fused_step, "apply_segments", slow_apply)
+    monkeypatch.setattr(fused_step, "step_segments", slow_apply)
     word, entries = last_entries()
     assert word == "host_step", entries
     assert entries["gpu_wait_host_step_ms"] > 40.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
 from megatrain_accelerate.kernels.moments import FloatMoments
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.plan import device_plan
+from megatrain_accelerate.store.device_states import StepDevice
 from megatrain_accelerate.store.host_memory import STAGED_BYTES, copy_bytes
 from megatrain_accelerate.units import GIB
 
@@ -98,6 +100,8 @@ PLACEMENTS = [
     {"device_layers": -1},
     {"device_layers": 1, "kept_layers": 2},
     {"device_layers": -1, "kept_layers": 4},
+    {"device_states": 2},
+    {"device_states": -1, "device_layers": 1},
 ]
 
 
@@ -112,6 +116,25 @@ def test_every_placement_has_the_same_bits_on_the_gpu(accumulation: int) -> None
         assert other.norms == streamed.norms, placement
         for name, master in streamed.masters.items():
             assert torch.equal(other.masters[name], master), f"{placement}: {name}"
+
+
+def test_weights_are_fetched_behind_a_late_step_of_states_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = tiny_model(attn_implementation="eager"), token_batches(6)
+    streamed = train_streamed(model, batches, device="cuda", device_layers=0, kept_layers=0)
+    at_work, late = StepDevice.at_work, []
+
+    @contextlib.contextmanager
+    def work_late(self: StepDevice) -> Iterator[None]:
+        with at_work(self):
+            torch.cuda._sleep(20_000_000)  # some 10 ms: longer than all that a step of this model computes
+            late.append(None)
+            yield
+
+    monkeypatch.setattr(StepDevice, "at_work", work_late)
+    other = train_streamed(model, batches, device="cuda", device_layers=0, kept_layers=0, device_states=-1)
+    assert len(late) >= 5 * len(batches)
+    assert other.losses == streamed.losses
+    assert all(torch.equal(other.masters[name], master) for name, master in streamed.masters.items())
 
 
 def trained(*lengths: int, **settings: object) -> Training:

@@ -33,6 +33,9 @@ CASES: dict[str, dict[str, Any]] = {
     "two layers kept": {"kept_layers": 2},
     "two layers on the devices": {"device_layers": 2},
     "all on the devices": ALL_ON_DEVICE,
+    "states on the devices": {"device_states": -1},
+    "gathered, states of three on the devices": {"gathers": True, "device_states": 3},
+    "accumulation, states on the devices": {"accumulation": 3, "device_states": -1},
     "accumulation": {"accumulation": 3},
     "accumulation, two layers on the devices": {"accumulation": 3, "device_layers": 2},
     "accumulation, all on the devices": {"accumulation": 3, **ALL_ON_DEVICE},
@@ -41,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gathered, two layers on the devices": {"gathers": True, "device_layers": 2},
     "gathered, a rank's copies late": {"gathers": True},
     "clipped": {"max_norm": 0.5},
+    "clipped, states on the devices": {"max_norm": 0.5, "device_states": -1},
     "clipped, all on the devices": {"max_norm": 0.5, **ALL_ON_DEVICE},
 }
 DEVICES = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3")}
@@ -67,7 +71,7 @@ def late_fill(self: Any, *args: Any, fill: Any = Prefetcher.fill) -> None:
 def held_over_500_steps(device: str, ids: torch.Tensor) -> list[tuple[int, int, int]]:
     """Device memory in use and reserved, and Python's objects, after each quarter of a training."""
     trained = model().train()
-    engine = attach(trained, device=device, kept_layers=2, device_layers=1)
+    engine = attach(trained, device=device, kept_layers=2, device_layers=1, device_states=1)
     engine.runtime.prefetcher.gathers = True
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4)
     run = Training(trained, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))

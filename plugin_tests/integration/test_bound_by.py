@@ -126,7 +126,7 @@ def test_what_lies_where_is_logged_once_for_each_plan(tmp_path: Path, monkeypatc
 def test_a_slow_host_step_bounds_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slow(monkeypatch, fused_step, "apply_segments", 0.05)
+    slow(monkeypatch, fused_step, "step_segments", 0.05)
     run = run_trainer(tiny_llama, tmp_path, streamed=True, max_steps=12)
     entry = megatrain_logs(run)[-1]
     assert word(entry) == "host_step"
@@ -140,7 +140,7 @@ def test_what_bounds_is_printed_once_it_is_known_and_when_it_changes(
 ) -> None:
     def words(seconds: dict[int, float], steps: int, **changes: Any) -> list[tuple[int, str]]:
         """(step, word) of each line, where the steps from some on spend so long in the host's AdamW."""
-        now, follow, apply = 0, DevicePlan.follow, fused_step.apply_segments
+        now, follow, apply = 0, DevicePlan.follow, fused_step.step_segments
 
         def begin(plan: DevicePlan, *args: Any) -> None:
             nonlocal now
@@ -154,7 +154,7 @@ def test_what_bounds_is_printed_once_it_is_known_and_when_it_changes(
 
         with monkeypatch.context() as patched:
             patched.setattr(DevicePlan, "follow", begin)
-            patched.setattr(fused_step, "apply_segments", slowed)
+            patched.setattr(fused_step, "step_segments", slowed)
             run_trainer(tiny_llama, tmp_path / str(len(list(tmp_path.iterdir()))), streamed=True, max_steps=steps, **changes)
         lines = capsys.readouterr().out.splitlines()
         found = [re.fullmatch(r"megatrain: step (\d+) is bound by (\w+) \(.*\)", line) for line in lines]
@@ -184,7 +184,7 @@ def test_steps_with_a_plan_do_not_tell_what_bounds_a_step(
 
 @pytest.mark.parametrize("schedule", ["serial", "backward"])
 def test_a_slow_host_step_is_seen_under_every_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
-    slow(monkeypatch, fused_step, "apply_segments", 0.05)
+    slow(monkeypatch, fused_step, "step_segments", 0.05)
     settings = {"step_schedule": schedule}
     run = run_trainer(tiny_llama, tmp_path, streamed=True, settings=settings, max_grad_norm=0.0)
     assert word(megatrain_logs(run)[-1]) == "host_step"

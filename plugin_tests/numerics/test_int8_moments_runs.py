@@ -21,7 +21,7 @@ from megatrain_accelerate.kernels.host import AdamArguments
 from megatrain_accelerate.kernels.moments import Int8Moments
 from megatrain_accelerate.optim import moment_states
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.store.segments import apply_segments, plan_segments
+from megatrain_accelerate.store.segments import plan_segments, step_segments
 
 pytestmark = pytest.mark.usefixtures("outlined_once")
 
@@ -81,7 +81,7 @@ def test_what_lies_between_two_parameters_changes_no_bit() -> None:
         settings = AdamArguments(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1)
         segments = plan_segments([(state, settings) for state in unit.states])
         assert any(state.entry.spec.numel % 128 for state in unit.states)
-        apply_segments(unit, segments, engine.kernels)
+        step_segments(unit.layout, unit.flat_states, segments, engine.kernels)
         moments = [state.moments for state in unit.states]
         found.append([tensor for each in moments if isinstance(each, Int8Moments) for tensor in each.decode()])
         engine.close()

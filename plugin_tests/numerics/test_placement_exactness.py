@@ -36,6 +36,8 @@ PLACEMENTS = [
     {"device_layers": -1},
     {"device_layers": 2, "kept_layers": 3},
     {"device_layers": -1, "kept_layers": 4},
+    {"device_states": 2},
+    {"device_layers": 1, "device_states": -1, "kept_layers": 2},
 ]
 
 
@@ -53,7 +55,9 @@ def test_every_placement_is_bit_equal_to_plain_pytorch(
     assert_bit_equal(train_streamed(tiny_model(), token_batches(STEPS), schedule=schedule, **placement), plain_clipped)
 
 
-@pytest.mark.parametrize("placement", [{"device_layers": 2}, {"device_layers": -1, "kept_layers": 4}], ids=str)
+@pytest.mark.parametrize(
+    "placement", [{"device_layers": 2}, {"device_layers": -1, "kept_layers": 4}, {"device_states": 3}], ids=str
+)
 @pytest.mark.parametrize(("schedule", "max_norm"), [("deferred", 1.0), ("backward", None)])
 def test_accumulation_under_every_placement(placement: dict[str, int], schedule: str, max_norm: float | None) -> None:
     batches = token_batches(12)
@@ -65,6 +69,7 @@ def test_accumulation_under_every_placement(placement: dict[str, int], schedule:
 @pytest.mark.parametrize("tied", [False, True])
 def test_fp32_compute_on_the_device_is_bit_equal_to_the_host(tied: bool) -> None:
     model, batches = tiny_model(tie_word_embeddings=tied), token_batches(6)
-    runs = [train_streamed(model, batches, bf16=False, device_layers=count) for count in (0, 2, -1)]
+    places = ({}, {"device_layers": 2}, {"device_layers": -1}, {"device_states": -1})
+    runs = [train_streamed(model, batches, bf16=False, **place) for place in places]
     for run in runs[1:]:
         assert_bit_equal(run, runs[0])

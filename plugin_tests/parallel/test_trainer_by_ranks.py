@@ -145,6 +145,19 @@ def test_a_resumed_training_by_two_processes_goes_on_with_the_same_bits(
     assert all(torch.equal(weights[name], weight) for name, weight in other_weights.items())
 
 
+def test_checkpoints_of_states_on_the_devices_are_those_of_states_on_the_host(
+    ours: tuple[Path, list[dict[str, float]]], tmp_path: Path
+) -> None:
+    folder, log = ours
+    how: dict[str, Any] = {"gradient_accumulation_steps": 2, "megatrain_config": {"placement": {"device_states": -1}}}
+    assert train_in_forks(tmp_path / "whole", "MEGATRAIN_ACTIVE", **how) == log
+    checkpoint = f"checkpoint-{SAVED}"
+    states = [torch.load(at / checkpoint / "optimizer.pt")["state"] for at in (folder, tmp_path / "whole")]
+    for key, entry in states[0].items():
+        assert all(torch.equal(states[1][key][name], value) for name, value in entry.items())
+    assert train_in_forks(tmp_path / "resumed", "MEGATRAIN_ACTIVE", resume=tmp_path / "whole" / checkpoint, **how) == log
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_training_goes_on_from_the_checkpoint_before_the_one_that_a_killed_rank_was_saving(

@@ -27,6 +27,11 @@ SAME_BATCHES: dict[str, dict[str, Any]] = {
     "two layers kept": {"kept_layers": 2},
     "two layers on the device": {"device_layers": 2},
     "all on the device": {"device_layers": 4, "kept_layers": 4},
+    "states of three on the device": {"device_states": 3},
+    "states on the device, in fp32": {"device_states": -1, "bf16": False},
+    "states on the device, bf16 moments": {"device_states": -1, "moments_dtype": "bf16"},
+    "states on the device, accumulation": {"device_states": -1, "accumulation": 3},
+    "gathered, one layer and states of others on the device": {"gathers": True, "device_layers": 1, "device_states": 2},
     "bf16 moments": {"moments_dtype": "bf16"},
     "8-bit moments": {"moments_dtype": "int8"},
     "pieces of a batch": {"micro_batch_size": 1},
@@ -44,6 +49,7 @@ OTHER_BATCHES: dict[str, dict[str, Any]] = {
     "gathered": {"gathers": True},
     "two layers on the device": {"device_layers": 2},
     "all on the device": {"device_layers": 4, "kept_layers": 4},
+    "states on the device": {"device_states": -1},
     "accumulation": {"accumulation": 2},
 }
 
@@ -67,6 +73,7 @@ def main() -> None:
     own = token_batches(STEPS * ranks)[rank::ranks]
     runs = {f"other, {name}": train(own, how) for name, how in OTHER_BATCHES.items()}
     runs["clipped"] = train(own, {"max_norm": 0.5})
+    runs["clipped, states on the device"] = train(own, {"max_norm": 0.5, "device_states": -1})
     runs["clipped, on the device"] = train(own, {"max_norm": 0.5, "device_layers": 4, "kept_layers": 4})
     if ranks == 2:
         runs |= {f"same, {name}": train(token_batches(STEPS), how) for name, how in SAME_BATCHES.items()}
@@ -124,7 +131,7 @@ def test_ranks_train_on_the_mean_of_their_gradients_bit_by_bit(runs: list[dict[s
 
 
 @pytest.mark.usefixtures("exact_torch_sqrt")
-@pytest.mark.parametrize("how", ["clipped", "clipped, on the device"])
+@pytest.mark.parametrize("how", ["clipped", "clipped, on the device", "clipped, states on the device"])
 def test_ranks_clip_by_one_norm_on_all_of_them(runs: list[dict[str, PlainRun]], how: str) -> None:
     batches, norms = token_batches(STEPS * len(runs)), runs[0][how].norms
     plain = train_bf16_with_masters(tiny_model(), batches, max_norm=0.5, ranks=len(runs), clip_by=norms)

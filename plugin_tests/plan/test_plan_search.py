@@ -123,6 +123,37 @@ def test_the_link_carries_weights_twice_but_for_the_last_slots_and_gradients_onc
     assert (on_device.h2d, on_device.d2h, on_device.host_step) == (0.0, 0.0, 0.0)
 
 
+def test_ranks_whose_host_step_is_slow_step_on_their_devices_as_far_as_there_is_memory() -> None:
+    slow = dataclasses.replace(MACHINE, host_step_parameters=1.0)
+    of_four = model(ranks=4, exchange_bytes=1e6)
+    least = peak_bytes(outline(), of_four, Counts().placement(LAYERS))
+
+    def best(more_bytes: int, sizes: Model = of_four) -> Candidate:
+        found = PlacementSearch(outline(), sizes, slow, least + more_bytes, {"on_device": 0, "kept": 0}).best()
+        assert found is not None
+        return found
+
+    enough = best(1000)
+    assert len(enough.placement.states_on_device) == LAYERS
+    assert enough.time.host_step == 0.0
+    assert enough.time.seconds < 0.75 * best(0).time.seconds
+    half = best((2 * LAYER.gradient_bytes + 5 * LAYER.stepped_bytes + 2 * GROUP.stepped_bytes) // 4)
+    assert len(half.placement.states_on_device) == 5
+    assert half.time.seconds < best(0).time.seconds
+    assert half.peak_bytes <= least + (40 + 5 * LAYER.stepped_bytes + 2 * GROUP.stepped_bytes) // 4
+    assert not best(1000, model()).placement.states_on_device, "of one process a whole layer takes little more"
+
+
+def test_what_is_stepped_on_the_devices_crosses_each_link_as_a_share() -> None:
+    sizes = model(ranks=4, exchange_bytes=1e6)
+    on_host, stepped = (
+        simulate_step(outline(), sizes, Counts(states_on_device=n).placement(LAYERS), MACHINE) for n in (0, LAYERS)
+    )
+    assert stepped.host_step == 0.0 < on_host.host_step
+    for link in ("h2d", "d2h"):  # gradients come to the states, as many weights leave; those of groups are half a byte
+        assert getattr(stepped, link) - getattr(on_host, link) == pytest.approx(LAYERS * (20 // 4) / MACHINE.h2d_bytes)
+
+
 def test_a_deferred_step_hides_under_forward_only_and_one_in_backward_under_both() -> None:
     slow = dataclasses.replace(MACHINE, host_step_parameters=5.0)  # 20 s of steps; 10 s of forward, 30 of backward
     deferred = seconds(slow).seconds

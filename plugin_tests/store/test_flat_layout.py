@@ -12,7 +12,7 @@ from torch import nn
 
 from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
 from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS, FlatLayout, ParameterSpec
-from megatrain_accelerate.store.segments import apply_segments, plan_segments
+from megatrain_accelerate.store.segments import plan_segments
 from megatrain_accelerate.store.unit import HostUnit
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -145,16 +145,6 @@ def arguments(lr: float = 1e-3, step: int = 1, clip_factor: float = 1.0) -> Adam
 
 def trained(unit: HostUnit) -> list[Any]:
     return [state for state in unit.states if state.entry.spec.trainable]
-
-
-def test_moments_whose_pages_the_step_makes_count_as_promised_until_it_has(kernels: HostKernels) -> None:
-    unit = unit_of([spec("a", 300)], kernels)
-    for kind in ("gradients", "moments"):
-        unit.promise(kind)
-        unit.allocate(kind, touch=kind == "gradients")
-    assert unit.promised_bytes == unit.sizes["moments"]
-    apply_segments(unit, plan_segments([(state, arguments()) for state in trained(unit)]), kernels)
-    assert unit.promised_bytes == 0
 
 
 def test_neighbours_with_equal_settings_are_one_segment_for_each_dtype(kernels: HostKernels) -> None:

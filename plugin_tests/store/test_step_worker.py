@@ -154,3 +154,34 @@ def test_a_ticket_of_no_worker_waits_until_it_is_finished() -> None:
     threading.Timer(0.02, ticket.finish).start()
     ticket.wait()
     assert ticket.is_done
+
+
+def test_nothing_that_a_watch_called_is_under_way_when_it_has_ended(worker: StepWorker) -> None:
+    calls, is_under_way = [], threading.Event()
+
+    def look() -> None:
+        is_under_way.set()
+        time.sleep(0.05)
+        calls.append(is_under_way.clear())
+
+    worker.watch(look)
+    assert is_under_way.wait(10)
+    worker.watch(None)
+    assert not is_under_way.is_set()
+    done = len(calls)
+    time.sleep(0.05)
+    assert done == len(calls) > 0
+
+
+def test_a_failure_of_what_a_watch_called_is_raised_to_who_waits(worker: StepWorker) -> None:
+    failed = threading.Event()
+
+    def look() -> None:
+        failed.set()
+        raise ValueError("while idle")
+
+    worker.watch(look)
+    assert failed.wait(10)
+    worker.watch(None)
+    with pytest.raises(StepWorkerError, match="while idle"):
+        worker.drain()

@@ -1,0 +1,85 @@
+"""Which units of one model have the states of this process's shares on the device, and how these come back to the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from megatrain_accelerate.errors import StepWorkerError
+from megatrain_accelerate.kernels.device import device_kernels
+from megatrain_accelerate.kernels.host import HostKernels
+from megatrain_accelerate.store.device_states import DeviceStates, StepDevice, arriving_bytes, states_bytes
+from megatrain_accelerate.store.segments import Segment
+from megatrain_accelerate.store.shared_store import SharedStore
+from megatrain_accelerate.store.step_worker import StepWorker
+from megatrain_accelerate.store.unit import HostUnit
+from megatrain_accelerate.transfer.streams import Streams
+
+
+class StatesOnDevice:
+    """The units that live on the host and have :attr:`HostUnit.device_states`. Residuals and moments of any rank's share may
+    be newer on its device than in the store, which all ranks read: whoever reads them there calls :meth:`bring` before."""
+
+    def __init__(self, streams: Streams, worker: StepWorker, kernels: HostKernels, shared: SharedStore | None) -> None:
+        self._streams, self._worker, self._kernels, self._shared = streams, worker, kernels, shared
+        self.units: list[HostUnit] = []
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the states on the device, and of the buffer for gradients of one unit."""
+        return states_bytes((unit.layout, unit.share, unit.moments_dtype) for unit in self.units)
+
+    def place(self, units: Sequence[HostUnit]) -> None:
+        """These units have states on the device from now on, and no others: those of before must have been brought. A
+        torch.OutOfMemoryError where there is no room: then none have."""
+        if self._shared is not None:
+            self._worker.watch(self._bring_if_asked if units else None)
+        for unit in self.units:
+            unit.device_states = None
+        self.units = []
+        if units:
+            device, arriving = self._streams.device, max(arriving_bytes(unit.layout, unit.share) for unit in units)
+            kernels = device_kernels(device, self._kernels)
+            where = StepDevice(device, kernels, self._kernels, self._streams.step_stream, arriving)
+            made = [DeviceStates(unit.layout, unit.share, unit.moments_dtype, where) for unit in units]
+            for unit, states in zip(units, made, strict=True):
+                unit.device_states = states
+            self.units = list(units)
+
+    def step(self, unit: HostUnit, states: DeviceStates, segments: Sequence[Segment]) -> None:
+        """Steps these segments of a unit, all in this process's share. Called by the step worker."""
+        if segments:
+            if self._shared is not None:
+                self._shared.note_states_ahead(True)
+            states.step(unit.flat_states, segments)
+
+    def bring(self, of_all: bool = True) -> None:
+        """Makes residuals and moments on the host valid: they are those of the last step, and may be read and written until
+        the next one. With ``of_all`` those of every rank's shares, which the others' step workers bring, whatever the ranks
+        do meanwhile. All steps that were taken must be applied. Not between a forward and its backward."""
+        self._bring_own()
+        if of_all and self._shared is not None:
+            self._shared.ask_for_states()
+
+    def _bring_own(self) -> None:
+        for unit in self.units:
+            unit.bring_states()
+        if self._shared is not None:
+            self._shared.note_states_ahead(False)
+
+    def _bring_if_asked(self) -> None:
+        """Called by the step worker while it has nothing to do."""
+        if self._shared is not None and self._shared.is_asked_for_states:
+            self._bring_own()
+
+    def leave(self) -> None:
+        """This process ends, or the engine goes: its states are on the host, and nobody waits for them if a step failed."""
+        try:
+            with contextlib.suppress(StepWorkerError):
+                if self.units:
+                    self._worker.drain()
+                    self._bring_own()
+        finally:
+            if self._shared is not None:
+                self._shared.note_states_ahead(False)
+            self._worker.close()
