@@ -68,13 +68,14 @@ class Clipping:
             if state is None or state.row is None:
                 outside.append(torch.linalg.vector_norm(gradient.detach(), 2.0, dtype=torch.float32))
                 continue
-            if not state.has_norm:
+            if (normed := state.normed) is None or not normed.is_still(gradient):
                 self._norms.norms[state.row] = self._sums.norms([state])[0]
                 state.note_norm(gradient, rewritten=True)
             rows.append(state.row)
-            factors.append(self.factors.get(id(parameter), 1.0))
+            if self.factors:
+                factors.append(self.factors.get(id(parameter), 1.0))
         norms = self._norms.norms[torch.tensor(rows, dtype=torch.long)]
-        if self.factors:
+        if factors:
             norms = norms * torch.tensor(factors, dtype=torch.float32)
         return torch.linalg.vector_norm(torch.cat([norms, *(norm.cpu().reshape(1) for norm in outside)]), 2.0)
 

@@ -286,15 +286,15 @@ class UnitGradients:
             # WAR: the copy of what used this slot last may still read it.
             offloader.meter.compute_waits_for(slot.grads_copied_event, Cause.D2H)
             views = slot.views(layout)
-            given = zip(self.rows, gradients or [None] * len(self.rows), strict=True)
-            arrived = {row: gradient for row, gradient in given if gradient is not None}
-            if arrived:
-                torch._foreach_copy_([views[row] for row in arrived], list(arrived.values()))
-            for row in set(self.rows) - arrived.keys():
-                views[row].zero_()
+            places, arrived = [views[row] for row in self.rows], gradients or [None] * len(self.rows)
+            if missing := [place for place, gradient in zip(places, arrived, strict=True) if gradient is None]:
+                torch._foreach_zero_(missing)
+                places = [place for place, gradient in zip(places, arrived, strict=True) if gradient is not None]
+            if found := [gradient for gradient in arrived if gradient is not None]:
+                torch._foreach_copy_(places, found)
             if self._is_fresh and offloader.exchange is None:
-                norms, found = slot.norms[: len(views)], gradient_norms(views)
-                torch.stack(found, out=norms)
+                norms = slot.norms[: len(views)]
+                torch.stack(gradient_norms(views), out=norms)
                 if self._norms is not None:
                     torch.hypot(self._norms, norms, out=norms)
                 if self._left:

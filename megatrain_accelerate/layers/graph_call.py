@@ -424,28 +424,29 @@ class GraphCalls:
     def run(self, layer: StreamedLayer, tape: Tape, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a layer, whole or in pieces, so that its graph can be differentiated."""
         inputs: list[torch.Tensor] = []
-        leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         inputs_leave = self.policy.offloads_inputs(layer.index)
         split = BatchSplit.of_call(layer, args, kwargs, self.batch_cut)
-        row = None
-        if split.count == 1 and self.real is not None:
+        row, count = None, split.count
+        if count == 1 and self.real is not None:
             row, args, kwargs = layer.unpadded.in_a_row(self.real, args, kwargs)
         if self.batch_cut.size is not None or inputs_leave:
             inputs, _ = taken_apart((args, kwargs))
-        if inputs_leave:
-            leaving = inputs_offloaded(self.activations, layer.name, inputs, tape, position)
-        calls = [GraphCall(self, layer, tape, position, piece, split.count) for piece in range(split.count)]
+        calls = [GraphCall(self, layer, tape, position, piece, count) for piece in range(count)]
         self._alive.update(calls)
         calls[0].row = row
         upcoming = tape.order.after_forward(tape, position, self.prefetcher.look_ahead, backward_follows=True)
         slot = self.prefetcher.acquire(layer, upcoming, tape.order.together)
         try:
             self.passes.wait_for_head(layer)
-            with leaving:
-                if split.count == 1:
+            if count == 1 and not inputs_leave:
+                return batch_of(row, calls[0].run(slot, args, kwargs))
+            with contextlib.ExitStack() as around:
+                if inputs_leave:
+                    around.enter_context(inputs_offloaded(self.activations, layer.name, inputs, tape, position))
+                if count == 1:
                     return batch_of(row, calls[0].run(slot, args, kwargs))
-                with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
-                    return self._run_pieces(calls, slot, split, args, kwargs)
+                around.enter_context(no_writes_to(inputs, layer.name, "a function that returns multiple views"))
+                return self._run_pieces(calls, slot, split, args, kwargs)
         finally:
             self.prefetcher.release(slot)
 

@@ -155,8 +155,8 @@ class StreamedLayer:
             modules = list(self.module.modules())
             self._tables = [table for module in modules for table in (module._parameters, module._modules)]
             self._in_tables = [*itertools.chain.from_iterable(map(dict.values, self._tables))]
-            tensors = [value for value in self._in_tables if isinstance(value, torch.Tensor)]
-            self._unknown = [parameter for parameter in tensors if id(parameter) not in self._known]
+            parameters = [held for held in self._in_tables if isinstance(held, torch.Tensor) and id(held) not in self._known]
+            self._unknown = parameters
         return self._unknown
 
     def require_version(self, version: int | None) -> None:

@@ -83,6 +83,7 @@ class SavedTensors:
             address = -1
         if (slot := self._slot_at(address)) is not None:
             place = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+            place = slot.places.setdefault(place, place)
             # Past the function of Python that makes a named tuple.
             return tuple.__new__(SlotPlace, (slot.reader or slot.require_reader(), place))
         if self._outer is not None:
@@ -92,17 +93,17 @@ class SavedTensors:
             tensor = tensor.detach()
         if self._place is not None and (away := self._place(tensor)) is not None:
             return away
-        return tensor, tensor._version
+        # Most were never written to, and the garbage collector has a tuple less to look at.
+        return (tensor, version) if (version := tensor._version) else tensor
 
 
 def _unpack(packed: Any) -> torch.Tensor:
-    if type(packed) is not tuple:
-        place: SlotPlace | ParcelPlace = packed
-        return place.tensor()
-    tensor: torch.Tensor = packed[0]
-    if tensor._version != packed[1]:
+    if isinstance(packed, (SlotPlace, ParcelPlace)):
+        return packed.tensor()
+    tensor, version = packed if type(packed) is tuple else (packed, 0)
+    if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {packed[1]} instead"
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
         )
     return tensor

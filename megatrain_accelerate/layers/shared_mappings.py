@@ -60,7 +60,7 @@ def with_copies(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 def run_with_mappings(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a layer's own forward. If mappings were passed to it, the result is for :func:`with_copies`."""
-    if not takes_mappings(args, kwargs):
+    if _Handed not in map(type, (*args, *kwargs.values())):
         return forward(*args, **kwargs)
     handed = [value.entries for value in (*args, *kwargs.values()) if isinstance(value, _Handed)]
     mappings = [UserDict(entries) for entries in handed]

@@ -49,7 +49,7 @@ class CallOrder:
         if leading is not None:
             begins = self._led_by is not leading
         else:
-            begins = self._ended or (calls and calls[0] == index and not self._is_only_layer)
+            begins = self._ended or (bool(calls) and calls[0] == index and not self._is_only_layer)
         if begins or not calls:
             self._ended = False
             self._expected = calls or self._expected

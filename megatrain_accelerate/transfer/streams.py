@@ -127,6 +127,8 @@ class WeightSlot(_Slot):
         self.params_copied_event = streams.event()
         self.compute_finished_event = streams.event()
         self._at: dict[Place, torch.Tensor] = {}
+        self.places: dict[Place, Place] = {}
+        """For each place in the buffer that a graph refers to one object, which stands for all that are equal."""
 
     def read_by(self, call: Any) -> contextlib.AbstractContextManager[None]:
         """A call of its layer computes with it while the body runs."""
