@@ -53,10 +53,8 @@ class StreamedLayer:
         """What of the layer streams in parts, with units of its own; see :meth:`leave_to`."""
         position = {id(state.parameter): place for place, state in enumerate(unit.states)}
         self._known = set(position)
-        self._tables: list[dict[str, Any]] = []
-        self._in_tables: list[Any] = []
-        self._unknown: list[nn.Parameter] = []
-        """See :meth:`_unknown_parameters`."""
+        self._seen: tuple[list[dict[str, Any]], list[Any], list[torch.Tensor]] = [], [], []
+        """The modules' tables of parameters and children, what was in them, and what of that isn't in a unit."""
         self.times_bound = 0
         """How often weights are bound to it now: a checkpoint of the user's runs it again within its backward."""
         self.bindings: list[tuple[dict[str, nn.Parameter | None], dict[str, torch.Tensor | None], str, int]] = [
@@ -79,7 +77,7 @@ class StreamedLayer:
         self.experts = (*self.experts, experts)
         self.has_trainable |= experts.has_trainable
         self._known |= {id(state.parameter) for state in experts.unit.states}
-        self._in_tables = []
+        self._seen = [], [], []
 
     def trained_now(self) -> list[bool]:
         """Which weights of its unit are trained, in entry order: scripts freeze and unfreeze them at any time."""
@@ -127,10 +125,10 @@ class StreamedLayer:
 
     def refuse_unfrozen(self) -> None:
         """Raises a StateError for a trained parameter that was frozen, or wasn't there, when the model was prepared."""
-        if self.times_bound or not (self._unknown_parameters() or self._frozen or self.experts):
+        if self.times_bound or not ((unknown := self._unknown_parameters()) or self._frozen or self.experts):
             return
         with unwatched():
-            if any(parameter.requires_grad for parameter in self._unknown):
+            if any(parameter.requires_grad for parameter in unknown):
                 named = self.module.named_parameters()
                 added = next(name for name, p in named if p.requires_grad and id(p) not in self._known)
                 raise StateError(
@@ -147,17 +145,17 @@ class StreamedLayer:
                         "again"
                     )
 
-    def _unknown_parameters(self) -> list[nn.Parameter]:
+    def _unknown_parameters(self) -> list[torch.Tensor]:
         """The parameters below the module that weren't adopted with it. Each forward asks, and ``parameters()`` is slow:
         it looks again where a module doesn't hold what it held."""
-        held = [*itertools.chain.from_iterable(map(dict.values, self._tables))]
-        if not held or len(held) != len(self._in_tables) or any(map(operator.is_not, held, self._in_tables)):
-            modules = list(self.module.modules())
-            self._tables = [table for module in modules for table in (module._parameters, module._modules)]
-            self._in_tables = [*itertools.chain.from_iterable(map(dict.values, self._tables))]
-            parameters = [held for held in self._in_tables if isinstance(held, torch.Tensor) and id(held) not in self._known]
-            self._unknown = parameters
-        return self._unknown
+        tables, before, unknown = self._seen
+        held = [*itertools.chain.from_iterable(map(dict.values, tables))]
+        if not held or len(held) != len(before) or any(map(operator.is_not, held, before)):
+            tables = [table for module in self.module.modules() for table in (module._parameters, module._modules)]
+            held = [*itertools.chain.from_iterable(map(dict.values, tables))]
+            unknown = [at for at in held if isinstance(at, torch.Tensor) and id(at) not in self._known]
+            self._seen = tables, held, unknown
+        return unknown
 
     def require_version(self, version: int | None) -> None:
         """For a backward: raises a StateError unless the unit still has the version that its forward saw."""

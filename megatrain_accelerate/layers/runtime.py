@@ -239,10 +239,9 @@ class StreamingRuntime:
 
     def _run_streamed(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a layer without a graph."""
-        prefetcher = self.prefetcher
         tape, position = self.passes.order.record(layer.index)
-        upcoming = tape.order.after_forward(tape, position, prefetcher.look_ahead, backward_follows=False)
-        slot = prefetcher.acquire(layer, upcoming)
+        upcoming = tape.order.after_forward(tape, position, self.prefetcher.look_ahead, backward_follows=False)
+        slot = self.prefetcher.acquire(layer, upcoming)
         try:
             self.passes.wait_for_head(layer)
             with layer.bound(slot.views(layer.unit.layout)):
@@ -251,7 +250,7 @@ class StreamingRuntime:
                 row, args, kwargs = layer.unpadded.in_a_row(self.calls.real, args, kwargs)
                 return batch_of(row, layer.run(args, kwargs, row))
         finally:
-            prefetcher.release(slot)
+            self.prefetcher.release(slot)
 
     def looks_before(self, is_next_token: bool) -> bool:
         """Whether memory and weights are looked at before this forward of the whole model without a graph."""

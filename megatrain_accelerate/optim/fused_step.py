@@ -65,7 +65,7 @@ def _next_steps(entries: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _versions(states: Iterable[ParameterState]) -> list[tuple[int, int]]:
-    """Of their weights and gradients."""
+    """Those of their weights and gradients."""
     return [(state.parameter._version, state.gradient._version) for state in states if state.gradient is not None]
 
 

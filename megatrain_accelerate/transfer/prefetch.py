@@ -309,9 +309,8 @@ class Prefetcher:
         slot.holder = None  # until the copy is issued: an interrupt must not leave a slot that claims to hold it
         unit, index = layer.unit, layer.index
         unit.register_weights()  # the first time: what moves to the device before is never registered
-        slot.late_ms = 0.0
-        if index in self._refused_at:
-            slot.late_ms = 1e3 * (time.perf_counter() - self._refused_at.pop(index))
+        refused_at = self._refused_at.pop(index, None)
+        slot.late_ms = 0.0 if refused_at is None else 1e3 * (time.perf_counter() - refused_at)
         size_bytes = copied_bytes = unit.layout.weight_bytes
         pieces = unit.pieces(slot.bytes_of)
         gather = self._gather if together else None
@@ -332,6 +331,5 @@ class Prefetcher:
             slot.params_copied_event.record(h2d_stream)
         self._last_copied_event = slot.params_copied_event
         slot.holder = (index, unit.version)
-        counters = self._meter.counters
-        counters.h2d_bytes += copied_bytes
-        counters.weight_fetches += 1
+        self._meter.counters.h2d_bytes += copied_bytes
+        self._meter.counters.weight_fetches += 1
