@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,15 +14,18 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 """The attributes of a module that hold its hooks."""
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """The owner's attribute has this value while the body runs."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+class replaced:
+    """The owner's attribute has this value while the body runs. A class, since a generator takes twice as long."""
+
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self._owner, self._name, self._value = owner, name, value
+
+    def __enter__(self) -> None:
+        self._before = getattr(self._owner, self._name)
+        setattr(self._owner, self._name, self._value)
+
+    def __exit__(self, *error: object) -> None:
+        setattr(self._owner, self._name, self._before)
 
 
 def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:

@@ -25,12 +25,15 @@ class NormTable:
         memory = HostMemory(4 * count, register=register)
         memory.register()
         self.norms = memory.tensor(0, (count,), torch.float32)
+        self._of_units: dict[int, torch.Tensor] = {}
         self.close = memory.close
 
     def of_unit(self, unit: HostUnit) -> torch.Tensor:
         """The unit's rows: one for each trainable entry, in entry order."""
-        start = next((state.row for state in unit.states if state.row is not None), 0)
-        return self.norms[start : start + len(unit.layout.trainable_entries)]
+        if id(unit) not in self._of_units:
+            start = next((state.row for state in unit.states if state.row is not None), 0)
+            self._of_units[id(unit)] = self.norms[start : start + len(unit.layout.trainable_entries)]
+        return self._of_units[id(unit)]
 
     def copies(self, states: Sequence[ParameterState], norms: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Where the norms of these trained parameters' gradients go, in as few copies from the device as can be."""
@@ -48,9 +51,9 @@ class Clipping:
         self._norms = norms
         self._sums = sums
         self._states = states
-        self._factors: dict[int, float] = {}
+        self.factors: dict[int, float] = {}
         """Of each clipped parameter, by its ``id``."""
-        self._stepped: list[tuple[ParameterState, float, NotedTensor]] = []
+        self.stepped: list[tuple[ParameterState, float, NotedTensor]] = []
         """Each parameter that was stepped with a factor since the last forward, the factor, and its gradient then."""
 
     def total_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -65,13 +68,14 @@ class Clipping:
             if state is None or state.row is None:
                 outside.append(torch.linalg.vector_norm(gradient.detach(), 2.0, dtype=torch.float32))
                 continue
-            if not state.has_norm:
+            if (normed := state.normed) is None or not normed.is_still(gradient):
                 self._norms.norms[state.row] = self._sums.norms([state])[0]
                 state.note_norm(gradient, rewritten=True)
             rows.append(state.row)
-            factors.append(self._factors.get(id(parameter), 1.0))
+            if self.factors:
+                factors.append(self.factors.get(id(parameter), 1.0))
         norms = self._norms.norms[torch.tensor(rows, dtype=torch.long)]
-        if self._factors:
+        if factors:
             norms = norms * torch.tensor(factors, dtype=torch.float32)
         return torch.linalg.vector_norm(torch.cat([norms, *(norm.cpu().reshape(1) for norm in outside)]), 2.0)
 
@@ -84,7 +88,7 @@ class Clipping:
         if bool(total.isfinite()) and factor != 1.0:
             for parameter in parameters:
                 if id(parameter) in self._states:
-                    self._factors[id(parameter)] = factor * self._factors.get(id(parameter), 1.0)
+                    self.factors[id(parameter)] = factor * self.factors.get(id(parameter), 1.0)
                 elif parameter.grad is not None:
                     parameter.grad.detach().mul_(factor)
         return total
@@ -93,43 +97,43 @@ class Clipping:
         """Removes and returns the factors that wait for a step of these parameters, by ``id``; 1 where absent. The gradients
         stay as they are: :meth:`settle` scales those that are still there behind the step."""
         taken: dict[int, float] = {}
-        for key in [key for key in self._factors if key in ids]:
-            state, factor = self._states[key], self._factors.pop(key)
+        for key in [key for key in self.factors if key in ids]:
+            state, factor = self._states[key], self.factors.pop(key)
             if factor != 1.0 and state.parameter.grad is not None:
                 assert state.normed is not None
                 taken[key] = factor
-                self._stepped.append((state, factor, state.normed))
+                self.stepped.append((state, factor, state.normed))
         return taken
 
     def has_unscaled(self) -> bool:
         """Whether clipped gradients are left that weren't scaled."""
-        return bool(self._factors) or self.has_stepped()
+        return bool(self.factors) or self.has_stepped()
 
     def has_stepped(self) -> bool:
         """Whether clipped gradients are still there, unscaled, behind their step."""
-        self._stepped = [stepped for stepped in self._stepped if stepped[2].is_still(stepped[0].parameter.grad)]
-        return bool(self._stepped)
+        self.stepped = [stepped for stepped in self.stepped if stepped[2].is_still(stepped[0].parameter.grad)]
+        return bool(self.stepped)
 
     def settle_stepped(self, others_follow: bool) -> None:
         """The part of :meth:`settle` that gradients need which were stepped and not dropped."""
         if self.has_stepped():
-            for state, factor, _ in self._stepped:
+            for state, factor, _ in self.stepped:
                 self._sums.scale(state, factor, others_follow)
-            self._stepped.clear()
+            self.stepped.clear()
 
     def settle(self, others_follow: bool) -> None:
         """Scales clipped gradients in place, for those who look at them or add to them; no step may be under way. If
         ``others_follow``, bf16 ones become fp32 sums where such are wanted; else what isn't a sum is rounded once more."""
         self.refuse_written()
         self.settle_stepped(others_follow)
-        for key, factor in self._factors.items():
+        for key, factor in self.factors.items():
             if (state := self._states[key]).parameter.grad is not None:
                 self._sums.scale(state, factor, others_follow)
-        self._factors.clear()
+        self.factors.clear()
 
     def refuse_written(self) -> None:
         """A StateError if a clipped gradient was written to: that would be scaled as well."""
-        clipped = [self._states[key] for key in self._factors]
+        clipped = [self._states[key] for key in self.factors]
         if any(state.parameter.grad is not None and not state.has_norm for state in clipped):
             raise StateError(
                 "gradients were written to after accelerator.clip_grad_norm_(), which leaves them as they are and lets "

@@ -25,10 +25,7 @@ from megatrain_accelerate.store.unit import HostUnit
 
 def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """2-norms in fp32 of tensors of one device, computed as ``torch.nn.utils.clip_grad_norm_`` does on fp32 gradients."""
-    if gradients[0].is_cuda:
-        return list(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
-    # One after the other: copies of all of them in fp32 would take twice the memory of a layer's gradients.
-    return [torch.linalg.vector_norm(gradient.float(), 2.0) for gradient in gradients]
+    return list(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
 
 
 def joined_sum(gradient: torch.Tensor, residual: torch.Tensor, kernels: StepKernels) -> torch.Tensor:

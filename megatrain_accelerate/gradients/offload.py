@@ -263,7 +263,7 @@ class UnitGradients:
         self.rows, self._offloader, self._layer, self._is_last = rows, offloader, layer, is_last
         self.states = [layer.trainable[row] for row in rows]
         # Nothing to add to: they go straight to their place, with norms. So do those that pass.
-        is_fresh = len(rows) == len(layer.trainable) and all(state.parameter.grad is None for state in layer.trainable)
+        is_fresh = len(rows) == len(layer.trainable) and not [s for s in layer.trainable if s.parameter.grad is not None]
         self._is_fresh = is_fresh or offloader.passes
         self._left = parts
         self._target: torch.Tensor | None = None
@@ -286,16 +286,19 @@ class UnitGradients:
             # WAR: the copy of what used this slot last may still read it.
             offloader.meter.compute_waits_for(slot.grads_copied_event, Cause.D2H)
             views = slot.views(layout)
-            given = zip(self.rows, gradients or [None] * len(self.rows), strict=True)
-            arrived = {row: gradient for row, gradient in given if gradient is not None}
-            if arrived:
-                torch._foreach_copy_([views[row] for row in arrived], list(arrived.values()))
-            for row in set(self.rows) - arrived.keys():
-                views[row].zero_()
+            places, arrived = [views[row] for row in self.rows], gradients or [None] * len(self.rows)
+            if missing := [place for place, gradient in zip(places, arrived, strict=True) if gradient is None]:
+                torch._foreach_zero_(missing)
+                places = [place for place, gradient in zip(places, arrived, strict=True) if gradient is not None]
+            if found := [gradient for gradient in arrived if gradient is not None]:
+                torch._foreach_copy_(places, found)
             if self._is_fresh and offloader.exchange is None:
-                norms = torch.stack(gradient_norms(views))
-                self._norms = norms if self._norms is None else torch.hypot(self._norms, norms)
-                slot.norms[: len(views)].copy_(self._norms)
+                norms = slot.norms[: len(views)]
+                torch.stack(gradient_norms(views), out=norms)
+                if self._norms is not None:
+                    torch.hypot(self._norms, norms, out=norms)
+                if self._left:
+                    self._norms = norms.clone()
             slot.grads_ready_event.record(offloader.streams.compute_stream)
         if (exchange := offloader.exchange) is not None:
             # This rank's share becomes the mean of all ranks'; of that the norms are taken.
@@ -348,7 +351,7 @@ class UnitGradients:
                 ticket.wait()  # WAW: an addition to dropped ones may still be queued
             assert unit.gradients is not None
             self._target = unit.gradients
-        pieces = part.unit.pieces(slot.buffer, self._target)
+        pieces = part.unit.pieces(slot.bytes_of, self._target)
         norms = offloader.norms.of_unit(unit)
         of_norms = [] if self._left else [(norms, slot.norms[: norms.numel()])]
         slot.grads_copied_event = offloader.send(part.name, slot.grads_ready_event, pieces, of_norms)
@@ -365,7 +368,7 @@ class UnitGradients:
             assert buffers is not None
             staging = buffers.take(reader)
             place = slice(0, size) if unit.shared is None else unit.share.bytes
-            copies = [(staging[place], slot.buffer[place])]
+            copies = [(staging[place], slot.bytes_of(place.start, place.stop))]
             slot.grads_copied_event = copied_event = offloader.send(part.name, slot.grads_ready_event, copies, ())
             views = part.unit.layout.views(staging, trainable_only=True)
             if unit.shared is not None:

@@ -26,10 +26,12 @@ def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
             "replay: prefix tuning can't be trained with megatrain (prompt tuning, P-tuning, LoRA and IA3 can). If this isn't "
             "training, run it under torch.no_grad()"
         )
-    kwargs = {name: None if name in CACHE_ARGUMENTS else value for name, value in kwargs.items()}
+    instead: dict[str, Any] = {name: None for name in CACHE_ARGUMENTS if kwargs.get(name) is not None}
     if kwargs.get("use_cache"):
-        kwargs["use_cache"] = False
-    return tuple(None if flag else value for flag, value in zip(is_cache, args, strict=True)), kwargs
+        instead["use_cache"] = False
+    if not instead and True not in is_cache:  # nothing is copied
+        return args, kwargs
+    return tuple(None if flag else value for flag, value in zip(is_cache, args, strict=True)), {**kwargs, **instead}
 
 
 def caching_modules(model: nn.Module, layers: Collection[nn.Module]) -> Iterator[nn.Module]:

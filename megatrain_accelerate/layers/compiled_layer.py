@@ -472,15 +472,15 @@ def _run_settings() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def without_autocast_cache() -> Iterator[None]:
+class without_autocast_cache:
     """Autocast keeps no cast weight: it would outlive its slot."""
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
+
+    def __enter__(self) -> None:
+        self._cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_autocast_cache_enabled(self._cached)
 
 
 def without_saving() -> saved_tensors_hooks:

@@ -37,8 +37,8 @@ from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.saved_tensors import SavedTensors
-from megatrain_accelerate.layers.shared_mappings import no_writes_into, no_writes_to, run_with_mappings, takes_mappings
-from megatrain_accelerate.layers.unpadded_layer import SampleAttention, batch_of
+from megatrain_accelerate.layers.shared_mappings import no_writes_into, no_writes_to
+from megatrain_accelerate.layers.unpadded_layer import batch_of
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader, Recording, inputs_offloaded
 from megatrain_accelerate.transfer.call_order import Tape
 from megatrain_accelerate.transfer.meter import named_range
@@ -130,8 +130,8 @@ class GraphCall:
     def _take_leaves(self, weights: list[torch.Tensor], is_watched: bool) -> None:
         """Notes whose gradients are to come; if ``is_watched``, no input will tell that the layer's backward is over."""
         for row, place in enumerate(self.layer.trainable_places):
-            weight = weights[place]
-            if weight.requires_grad:
+            if self._trained[place]:
+                weight = weights[place]
                 self._leaves.append((row, weakref.ref(weight)))
                 weight._megatrain_call = self  # type: ignore[attr-defined]
                 if is_watched:
@@ -140,7 +140,8 @@ class GraphCall:
     def _leaves_in(self, slot: WeightSlot) -> list[torch.Tensor]:
         """The layer's weights in the slot, in entry order, as leaves; each with a version of its own (``data``)."""
         views = slot.views(self.layer.unit.layout)
-        return [view.data.requires_grad_(flag) for view, flag in zip(views, self._trained, strict=True)]
+        pairs = zip(views, self._trained, strict=True)
+        return [view.data.requires_grad_() if is_trained else view.data for view, is_trained in pairs]
 
     def _run_by_policy(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
@@ -148,7 +149,7 @@ class GraphCall:
         is_recomputed = policy.is_recomputed(layer.index)
         # Where inputs make room, results as large mustn't take it.
         keeps_results = is_recomputed and not policy.offloads_inputs(layer.index)
-        self._expert_results = ExpertResults(keeps_results, is_last=self.piece == 0)
+        self._expert_results = ExpertResults(keeps_results, is_last=self.piece == 0) if layer.experts else None
         budget = policy.budgets[0 if is_recomputed else 1]
         if is_recomputed:
             captures = self._captures
@@ -170,12 +171,10 @@ class GraphCall:
         layer = self.layer
         if self._captures is not None:
             return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget, self.row)
-        at_work = self._expert_results.at_work(layer, replays=is_recompute) if layer.experts else contextlib.nullcontext()
-        attention = contextlib.nullcontext() if self.row is None else SampleAttention(self.row)
-        with at_work, layer.tiles.at_work(args, kwargs), attention:
-            if takes_mappings(args, kwargs):
-                return run_with_mappings(layer.forward, args, kwargs)
-            return layer.forward(*args, **kwargs)
+        if self._expert_results is None:
+            return layer.run(args, kwargs, self.row)
+        with self._expert_results.at_work(layer, replays=is_recompute):
+            return layer.run(args, kwargs, self.row)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
@@ -295,11 +294,12 @@ class GraphCall:
                 slot = prefetcher.acquire(layer, (), address=self._address)
             prefetcher.leases[layer.index] = slot
             try:
-                slot.until_lease_ends.enter_context(named_range(f"megatrain::backward ({layer.name})"))
                 layer.require_version(self.version)  # of weights that were written since, which are taken over by now
                 # A checkpoint inside the layer reads its weights when it computes anew.
                 slot.leaves = self._leaves_in(slot)
-                slot.until_lease_ends.enter_context(layer.bound(slot.leaves))
+                for context in (named_range(f"megatrain::backward ({layer.name})"), layer.bound(slot.leaves)):
+                    context.__enter__()
+                    slot.until_lease_ends.append(context)
             except BaseException:
                 prefetcher.end_lease(layer.index)
                 raise
@@ -318,13 +318,14 @@ class GraphCall:
     def _is_complete(self) -> bool:
         """Whether all leaves that the graph still holds have their gradients: autograd brings each at once."""
         leaves = [found() for _, found in self._leaves]
-        return all(leaf is None or leaf.grad is not None for leaf in leaves)
+        return not [leaf for leaf in leaves if leaf is not None and leaf.grad is None]
 
     def all_issued(self) -> None:
         """All of the layer's backward has been issued, as far as a hook can tell."""
         if self.running_slot is not None:
             return
-        self._begin()
+        if self.task != _current_task():
+            self._begin()
         is_complete = self._is_complete()
         if not self.is_done and (is_complete or self.pieces > 1):
             self._deliver_gradients(is_complete)
@@ -368,7 +369,7 @@ class GraphCall:
     def _deliver_gradients(self, is_complete: bool) -> None:
         """Hands over what there is of its gradients; ``is_complete``: no more will come."""
         taken = self.take_gradients()
-        if any(gradient.requires_grad for gradient in taken.values()):
+        if True in [gradient.requires_grad for gradient in taken.values()]:
             raise UnsupportedError(
                 f"layer {self.layer.name}: a backward with create_graph=True gives its parameters gradients that can be "
                 "differentiated, which can't leave the device; use torch.autograd.grad(..., create_graph=True) on inputs "
@@ -423,28 +424,29 @@ class GraphCalls:
     def run(self, layer: StreamedLayer, tape: Tape, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a layer, whole or in pieces, so that its graph can be differentiated."""
         inputs: list[torch.Tensor] = []
-        leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         inputs_leave = self.policy.offloads_inputs(layer.index)
         split = BatchSplit.of_call(layer, args, kwargs, self.batch_cut)
-        row = None
-        if split.count == 1 and self.real is not None:
+        row, count = None, split.count
+        if count == 1 and self.real is not None:
             row, args, kwargs = layer.unpadded.in_a_row(self.real, args, kwargs)
         if self.batch_cut.size is not None or inputs_leave:
             inputs, _ = taken_apart((args, kwargs))
-        if inputs_leave:
-            leaving = inputs_offloaded(self.activations, layer.name, inputs, tape, position)
-        calls = [GraphCall(self, layer, tape, position, piece, split.count) for piece in range(split.count)]
+        calls = [GraphCall(self, layer, tape, position, piece, count) for piece in range(count)]
         self._alive.update(calls)
         calls[0].row = row
-        upcoming = self.passes.after_forward(tape, position, True)
+        upcoming = tape.order.after_forward(tape, position, self.prefetcher.look_ahead, backward_follows=True)
         slot = self.prefetcher.acquire(layer, upcoming, tape.order.together)
         try:
             self.passes.wait_for_head(layer)
-            with leaving:
-                if split.count == 1:
+            if count == 1 and not inputs_leave:
+                return batch_of(row, calls[0].run(slot, args, kwargs))
+            with contextlib.ExitStack() as around:
+                if inputs_leave:
+                    around.enter_context(inputs_offloaded(self.activations, layer.name, inputs, tape, position))
+                if count == 1:
                     return batch_of(row, calls[0].run(slot, args, kwargs))
-                with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
-                    return self._run_pieces(calls, slot, split, args, kwargs)
+                around.enter_context(no_writes_to(inputs, layer.name, "a function that returns multiple views"))
+                return self._run_pieces(calls, slot, split, args, kwargs)
         finally:
             self.prefetcher.release(slot)
 

@@ -6,6 +6,7 @@ A part is a range of the experts' parameters (experts, ...), which is fetched, c
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,10 +47,14 @@ class StreamedLayer:
         """The parameters of its unit that were trained when the model was prepared, in entry order."""
         self.trainable_places = [place for place, state in enumerate(unit.states) if state.entry.spec.trainable]
         self.has_trainable = bool(self.trainable)
+        self._may_train = [(state.entry.spec.trainable, state.parameter) for state in unit.states]
+        self._frozen = [state for state in unit.states if not state.entry.spec.trainable]
         self.experts: tuple[StreamedExperts, ...] = ()
         """What of the layer streams in parts, with units of its own; see :meth:`leave_to`."""
         position = {id(state.parameter): place for place, state in enumerate(unit.states)}
         self._known = set(position)
+        self._seen: tuple[list[dict[str, Any]], list[Any], list[torch.Tensor]] = [], [], []
+        """The modules' tables of parameters and children, what was in them, and what of that isn't in a unit."""
         self.times_bound = 0
         """How often weights are bound to it now: a checkpoint of the user's runs it again within its backward."""
         self.bindings: list[tuple[dict[str, nn.Parameter | None], dict[str, torch.Tensor | None], str, int]] = [
@@ -64,19 +69,20 @@ class StreamedLayer:
 
     def release(self) -> None:
         """Forgets the parameters' places in the unit's memory, which has been given back."""
-        self.trainable.clear()
-        self._handles.clear()
+        for places in (self.trainable, self._handles, self._may_train, self._frozen):
+            places.clear()
 
     def leave_to(self, experts: StreamedExperts) -> None:
         """Parameters of the layer that aren't in its unit are in that of these experts."""
         self.experts = (*self.experts, experts)
         self.has_trainable |= experts.has_trainable
         self._known |= {id(state.parameter) for state in experts.unit.states}
+        self._seen = [], [], []
 
     def trained_now(self) -> list[bool]:
         """Which weights of its unit are trained, in entry order: scripts freeze and unfreeze them at any time."""
         with unwatched():
-            return [state.entry.spec.trainable and state.parameter.requires_grad for state in self.unit.states]
+            return [may_train and parameter.requires_grad for may_train, parameter in self._may_train]
 
     @property
     def parameter_count(self) -> int:
@@ -86,11 +92,13 @@ class StreamedLayer:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], row: RealTokens | None = None) -> Any:
         """Calls the layer's own forward with the weights that are bound to it; see :func:`run_with_mappings`. The arguments
         are batches, or the tokens of ``row``."""
-        with self.tiles.at_work(args, kwargs):
-            if row is None:
-                return run_with_mappings(self.forward, args, kwargs)
-            with SampleAttention(row):
+        if row is not None:
+            with self.tiles.at_work(args, kwargs), SampleAttention(row):
                 return self.forward(*args, **kwargs)
+        if self.tiles.tile_tokens:
+            with self.tiles.at_work(args, kwargs):
+                return run_with_mappings(self.forward, args, kwargs)
+        return run_with_mappings(self.forward, args, kwargs)
 
     def show_host_weights(self) -> None:
         """The parameters' data are the store's weights from now on."""
@@ -117,10 +125,10 @@ class StreamedLayer:
 
     def refuse_unfrozen(self) -> None:
         """Raises a StateError for a trained parameter that was frozen, or wasn't there, when the model was prepared."""
-        if self.times_bound:
+        if self.times_bound or not ((unknown := self._unknown_parameters()) or self._frozen or self.experts):
             return
         with unwatched():
-            if any(parameter.requires_grad for parameter in self._unknown_parameters()):
+            if any(parameter.requires_grad for parameter in unknown):
                 named = self.module.named_parameters()
                 added = next(name for name, p in named if p.requires_grad and id(p) not in self._known)
                 raise StateError(
@@ -129,23 +137,25 @@ class StreamedLayer:
                 )
             for experts in self.experts:
                 experts.refuse_unfrozen()
-            for state in self.unit.states:
-                if state.parameter.requires_grad and not state.entry.spec.trainable:
+            for state in self._frozen:
+                if state.parameter.requires_grad:
                     raise StateError(
                         f"parameter {self.name}.{state.name} was unfrozen after the model was prepared and has no place for a "
                         "gradient; call the prepared model itself and not a part of it (it is adopted anew then), or prepare "
                         "again"
                     )
 
-    def _unknown_parameters(self) -> list[nn.Parameter]:
-        """The parameters below the module that weren't adopted with it. Each forward asks, and ``parameters()`` is slow."""
-        found: list[nn.Parameter | None] = []
-        modules: list[nn.Module | None] = [self.module]
-        for module in modules:
-            if module is not None:
-                found += module._parameters.values()
-                modules += module._modules.values()
-        return [parameter for parameter in found if parameter is not None and id(parameter) not in self._known]
+    def _unknown_parameters(self) -> list[torch.Tensor]:
+        """The parameters below the module that weren't adopted with it. Each forward asks, and ``parameters()`` is slow:
+        it looks again where a module doesn't hold what it held."""
+        tables, before, unknown = self._seen
+        held = [*itertools.chain.from_iterable(map(dict.values, tables))]
+        if not held or len(held) != len(before) or any(map(operator.is_not, held, before)):
+            tables = [table for module in self.module.modules() for table in (module._parameters, module._modules)]
+            held = [*itertools.chain.from_iterable(map(dict.values, tables))]
+            unknown = [at for at in held if isinstance(at, torch.Tensor) and id(at) not in self._known]
+            self._seen = tables, held, unknown
+        return unknown
 
     def require_version(self, version: int | None) -> None:
         """For a backward: raises a StateError unless the unit still has the version that its forward saw."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-_NO_TREES = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_HOLD_NOTHING = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 
 
 def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[type, ...] = torch.Tensor) -> Any:
@@ -21,7 +21,7 @@ def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[typ
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (tuple, list)):
-        items = [map_tensors(change, item, kind) for item in value]
+        items = [item if type(item) in _HOLD_NOTHING else map_tensors(change, item, kind) for item in value]
         if all(map(operator.is_, items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -29,7 +29,8 @@ def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[typ
     if not is_dict and not hasattr(type(value), "__dataclass_fields__"):
         return value
     held = value if is_dict else {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    changed = {key: new for key, item in held.items() if (new := map_tensors(change, item, kind)) is not item}
+    found = [(key, item) for key, item in held.items() if type(item) not in _HOLD_NOTHING]  # most of a layer's arguments
+    changed = {key: new for key, item in found if (new := map_tensors(change, item, kind)) is not item}
     if changed:
         value = copy.copy(value)
         put = value.__setitem__ if is_dict else functools.partial(object.__setattr__, value)
@@ -60,7 +61,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     kind = type(tree)
     if isinstance(tree, torch.Tensor):
         return [tree]
-    if kind in _NO_TREES:
+    if kind in _HOLD_NOTHING:
         return []
     if kind is not tuple and kind is not list and kind is not dict:
         return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -75,10 +75,6 @@ class Passes:
         self.open.add(open_forward)
         return tape, position, open_forward
 
-    def after_forward(self, tape: Tape, position: int, backward_follows: bool) -> Sequence[int]:
-        """Indices of the layers that are expected after a forward call, nearest first."""
-        return tape.order.after_forward(tape, position, self._prefetcher.look_ahead, backward_follows)
-
     def wait_for_head(self, layer: StreamedLayer) -> None:
         """Some read the head's weight without calling the head (Liger, TRL): behind the last layer it must be valid."""
         if layer is self._last_layer:

@@ -224,7 +224,8 @@ class StreamingRuntime:
         if not has_graph and layer.index in self._all_held:
             with layer.bound(self._all_held[layer.index].views(layer.unit.layout)):
                 return layer.forward(*args, **kwargs)
-        self._scale_clipped(others_follow=has_graph)
+        if self.clipping.factors or self.clipping.stepped:  # asked first: every call of a layer comes here
+            self._scale_clipped(others_follow=has_graph)
         if has_graph:
             layer.refuse_unfrozen()
             arguments = without_caches(args, kwargs)
@@ -233,14 +234,21 @@ class StreamingRuntime:
                 tape, position, open_forward = self.passes.record(layer)
                 if self._is_plain:
                     return self._run_plain(layer, open_forward, *arguments)
-                run = functools.partial(self.calls.run, layer, tape, position)
-                return with_copies(run, *arguments) if has_mappings(*arguments) else run(*arguments)
+                if has_mappings(*arguments):
+                    return with_copies(functools.partial(self.calls.run, layer, tape, position), *arguments)
+                return self.calls.run(layer, tape, position, *arguments)
+            with torch.no_grad():
+                return self._run_streamed(layer, args, kwargs)
+        return self._run_streamed(layer, args, kwargs)
+
+    def _run_streamed(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a layer without a graph."""
         tape, position = self.passes.order.record(layer.index)
-        without_graph = torch.no_grad() if has_graph else contextlib.nullcontext()
-        slot = self.prefetcher.acquire(layer, self.passes.after_forward(tape, position, False))
+        upcoming = tape.order.after_forward(tape, position, self.prefetcher.look_ahead, backward_follows=False)
+        slot = self.prefetcher.acquire(layer, upcoming)
         try:
             self.passes.wait_for_head(layer)
-            with without_graph, layer.bound(slot.views(layer.unit.layout)):
+            with layer.bound(slot.views(layer.unit.layout)):
                 if self.calls.real is None:
                     return layer.run(args, kwargs)
                 row, args, kwargs = layer.unpadded.in_a_row(self.calls.real, args, kwargs)

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain_accelerate.transfer.activation_offload import ParcelPlace, Recording
-from megatrain_accelerate.transfer.streams import WeightSlot
+from megatrain_accelerate.transfer.streams import Place, WeightSlot
 
 
 class SlotPlace(NamedTuple):
@@ -21,14 +21,11 @@ class SlotPlace(NamedTuple):
     layer's weights now; within a backward only."""
 
     reader: Any
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    place: Place
 
     def tensor(self) -> torch.Tensor:
         """The view of the slot that holds the layer now."""
-        view: torch.Tensor = self.reader.slot().view(self.dtype, self.shape, self.stride, self.offset)
+        view: torch.Tensor = self.reader.slot().view(self.place)
         # The graph of a gradient that is itself differentiated must not hold a slot.
         return view.clone() if torch.is_grad_enabled() else view
 
@@ -65,7 +62,8 @@ class SavedTensors:
     is its reader's; ``offloaded`` collects what goes to the host, None where it stays on the device."""
 
     def __init__(self, slots: Mapping[int, WeightSlot], offloaded: Recording | None = None) -> None:
-        self._slots, self._offloaded = slots, offloaded
+        self._slot_at = slots.get
+        self._place = None if offloaded is None else offloaded.place
         self._outer: Hooks | None = None
         """The hooks around the body that is recorded last."""
 
@@ -83,25 +81,29 @@ class SavedTensors:
             address = tensor.untyped_storage().data_ptr()
         except (RuntimeError, NotImplementedError):  # sparse ones and wrappers around others have no memory of their own
             address = -1
-        if (slot := self._slots.get(address)) is not None:
-            return SlotPlace(slot.require_reader(), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        if (slot := self._slot_at(address)) is not None:
+            place = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+            place = slot.places.setdefault(place, place)
+            # Past the function of Python that makes a named tuple.
+            return tuple.__new__(SlotPlace, (slot.reader or slot.require_reader(), place))
         if self._outer is not None:
             return self._outer[0](tensor)
         if not tensor.is_leaf:
             # Its own node may be the one that saves it (softmax): a cycle that no garbage collector sees.
             tensor = tensor.detach()
-        away = None if self._offloaded is None else self._offloaded.place(tensor)
-        return (tensor, tensor._version) if away is None else away
+        if self._place is not None and (away := self._place(tensor)) is not None:
+            return away
+        # Most were never written to, and the garbage collector has a tuple less to look at.
+        return (tensor, version) if (version := tensor._version) else tensor
 
 
 def _unpack(packed: Any) -> torch.Tensor:
-    if type(packed) is not tuple:
-        place: SlotPlace | ParcelPlace = packed
-        return place.tensor()
-    tensor: torch.Tensor = packed[0]
-    if tensor._version != packed[1]:
+    if isinstance(packed, (SlotPlace, ParcelPlace)):
+        return packed.tensor()
+    tensor, version = packed if type(packed) is tuple else (packed, 0)
+    if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {packed[1]} instead"
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
         )
     return tensor

@@ -8,6 +8,7 @@ that rebuild plain dicts would lose what layers write.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -33,9 +34,14 @@ class _Returned(NamedTuple):
     entries: tuple[dict[Any, Any], ...]
 
 
+@functools.cache
+def _is_mapping(kind: type) -> bool:
+    return issubclass(kind, UserDict)
+
+
 def has_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether there are mappings of the model's among these arguments."""
-    return any(isinstance(value, UserDict) for value in (*args, *kwargs.values()))
+    return any(map(_is_mapping, map(type, (*args, *kwargs.values()))))
 
 
 def with_copies(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,7 +60,7 @@ def with_copies(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 def run_with_mappings(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a layer's own forward. If mappings were passed to it, the result is for :func:`with_copies`."""
-    if not takes_mappings(args, kwargs):
+    if _Handed not in map(type, (*args, *kwargs.values())):
         return forward(*args, **kwargs)
     handed = [value.entries for value in (*args, *kwargs.values()) if isinstance(value, _Handed)]
     mappings = [UserDict(entries) for entries in handed]

@@ -60,21 +60,20 @@ def _next_steps(entries: Sequence[dict[str, Any]]) -> list[int]:
     return [int(step) + 1 for step in torch.stack([entry["step"] for entry in entries]).tolist()] if entries else []
 
 
-def _versions(state: ParameterState) -> tuple[int, int]:
-    assert state.gradient is not None
-    return state.parameter._version, state.gradient._version
+def _versions(states: Iterable[ParameterState]) -> list[tuple[int, int]]:
+    """Those of their weights and gradients."""
+    return [(state.parameter._version, state.gradient._version) for state in states if state.gradient is not None]
 
 
-def _refuse_written(unit: HostUnit, versions: list[tuple[ParameterState, int, int]]) -> None:
+def _refuse_written(unit: HostUnit, states: Sequence[ParameterState], versions_then: list[tuple[int, int]]) -> None:
     """A step that is applied later must find what it was taken with, else it is a ``StateError``."""
-    for state, *versions_then in versions:
-        now = list(_versions(state))
-        if now != versions_then:
-            what = "weight" if now[0] != versions_then[0] else "gradient"
-            raise StateError(
-                f"the {what} of {unit.name}.{state.name} was written to after optimizer.step(), before the step was applied; "
-                "call megatrain_accelerate.drain() before such writes, or set megatrain_config.step_schedule to 'serial'"
-            )
+    if (versions := _versions(states)) != versions_then:
+        now, then, state = next(found for found in zip(versions, versions_then, states, strict=True) if found[0] != found[1])
+        what = "weight" if now[0] != then[0] else "gradient"
+        raise StateError(
+            f"the {what} of {unit.name}.{state.name} was written to after optimizer.step(), before the step was applied; "
+            "call megatrain_accelerate.drain() before such writes, or set megatrain_config.step_schedule to 'serial'"
+        )
 
 
 def _step_on_device(units: Iterable[tuple[HostUnit, Sequence[Step]]]) -> None:
@@ -256,19 +255,20 @@ class FusedStep(HostStep):
             states.refuse_written(unit.name, [view for state, _ in steps for view in views_of(state).values()])
         readers_finished_event = group.announce_push() if group is not None else None
         # In backward gradients may still be added up by the worker; step() checks those.
-        versions = [] if before is not None else [(state, *_versions(state)) for state, _ in steps]
+        written = [] if before is not None else [state for state, _ in steps]
+        versions = _versions(written)
 
         def work() -> None:
             if before is not None and not before():
                 return
-            _refuse_written(unit, versions)
+            _refuse_written(unit, written, versions)
             with meter.stepping(parameters):
                 if states is not None:
                     on_device.step(unit, states, segments)
                 else:
                     step_segments(unit.layout, unit.flat_states, segments, unit.kernels)
                     unit.memory["moments"].is_touched = True
-            _refuse_written(unit, versions)
+            _refuse_written(unit, written, versions)
             if shared is not None:
                 shared.note_applied()
             if group is not None:
@@ -312,12 +312,13 @@ class FusedStep(HostStep):
         def steps_of(unit: HostUnit) -> list[Step]:
             return [step for state in unit.states if (step := all_steps.get(id(state))) is not None]
 
-        def submit(parts: Sequence[Part]) -> None:
-            for part in parts:
+        def submit(parts: Sequence[tuple[Part, list[Step]]]) -> None:
+            for part, steps in parts:
                 for experts in part.parts if isinstance(part, StreamedExperts) else (None,):
-                    self._submit(part, steps_of(part.unit), experts=experts)
+                    self._submit(part, steps, experts=experts)
 
-        on_host = [part for part in runtime.in_forward_order() if not part.unit.is_on_device and steps_of(part.unit)]
+        of_host = [part for part in runtime.in_forward_order() if not part.unit.is_on_device]
+        on_host = [(part, steps) for part in of_host if (steps := steps_of(part.unit))]
         # The worker has something to do while the launches for the device are prepared, which wait for nothing else.
         submit(on_host[:1])
         try:

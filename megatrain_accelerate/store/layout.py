@@ -79,13 +79,10 @@ class FlatLayout:
                     self.split_elements = self.state_elements
         self.entries = tuple(places[spec.name] for spec in specs)
         """Entries in the order of the given specs (model order)."""
+        self.trainable_entries = [entry for entry in self.entries if entry.spec.trainable]
+        """Those that have gradients."""
         self.key = _keys.setdefault(tuple((entry.spec, entry.weight_offset) for entry in self.entries), len(_keys))
         """Equal for units of equal layout, whose views of a slot can be shared."""
-
-    @property
-    def trainable_entries(self) -> list[FlatEntry]:
-        """Entries that have gradients, in model order."""
-        return [entry for entry in self.entries if entry.spec.trainable]
 
     @property
     def parameter_count(self) -> int:

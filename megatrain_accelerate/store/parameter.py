@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatrain_accelerate.kernels.moments import Moments
 from megatrain_accelerate.store.layout import FlatEntry, Share
@@ -19,14 +19,15 @@ from megatrain_accelerate.store.layout import FlatEntry, Share
 class NotedTensor:
     """A tensor as it was when it was noted. It isn't kept alive."""
 
+    __slots__ = ("_id", "_tensor", "_version")
+
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = TensorWeakRef(tensor)
-        self._version = tensor._version
+        self._id, self._tensor, self._version = id(tensor), weakref.ref(tensor), tensor._version
 
     def is_still(self, tensor: torch.Tensor | None) -> bool:
         """Whether ``tensor`` is the noted one, and nobody wrote to it since."""
-        # By identity: another tensor may come to lie at the same address.
-        return tensor is not None and self._tensor() is tensor and self._version == tensor._version
+        # Another one may come to have its number; one that only C++ holds must not be asked for by a plain reference.
+        return id(tensor) == self._id and self._tensor() is tensor and self._version == tensor._version  # type: ignore[union-attr]
 
 
 _handles: Any = WeakIdKeyDictionary()

@@ -19,24 +19,26 @@ class Ticket:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._done = threading.Event()
+        self.is_done = False
         self._cause: BaseException | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_set()
+        # Of an event that comes once this is all that is needed, and quicker.
+        self._until_done = threading.Lock()
+        self._until_done.acquire()
 
     def finish(self, cause: BaseException | None = None) -> None:
         self._cause = cause
-        self._done.set()
+        self.is_done = True
+        self._until_done.release()
 
     def wait_until_over(self) -> None:
         """Blocks until the work is over, however it ended."""
-        self._done.wait()
+        if not self.is_done:
+            with self._until_done:
+                pass
 
     def wait(self) -> None:
         """Blocks until the work is over; raises ``StepWorkerError`` from the exception that ended it or work before it."""
-        self._done.wait()
+        self.wait_until_over()
         if self._cause is not None:
             raise StepWorkerError(
                 f"the host optimizer failed before or in {self.name!r}: {type(self._cause).__name__}: {self._cause}. "

@@ -4,7 +4,7 @@ A bf16 weight's fp32 master is split: the bf16 half that streams to the GPU and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from megatrain_accelerate.store.parameter import ParameterState, ParamHandle
 from megatrain_accelerate.store.segments import FlatStates
 from megatrain_accelerate.store.shared_store import SharedStore, SharedUnit
 
+BytesOf = Callable[[int, int], torch.Tensor]
+"""The bytes of a slot from one place to another, uint8."""
 PASSING_BUFFERS = 3
 """Host buffers for gradients that pass (``host_gradients``): one is filled, one stepped from, one between the two."""
 
@@ -259,12 +261,15 @@ class HostUnit:
     def is_on_device(self) -> bool:
         return self.device is not None
 
-    def pieces(self, of_slot: torch.Tensor, gradients: torch.Tensor | None = None) -> list[tuple[torch.Tensor, ...]]:
-        """What one copy moves, all uint8: views of the flat weights, or of these ``gradients``, and of a slot's buffer."""
-        place = slice(0, self.layout.weight_bytes if gradients is None else self.layout.gradient_bytes)
-        if self.shared is not None and gradients is not None:
-            place = self.share.bytes
-        return [((self.weights if gradients is None else gradients)[place], of_slot[place])]
+    def pieces(self, of_slot: BytesOf, gradients: torch.Tensor | None = None) -> list[tuple[torch.Tensor, ...]]:
+        """What one copy moves, all uint8: the flat weights, or what of these ``gradients`` is the unit's, and its place in a
+        slot."""
+        if gradients is None:
+            return [(self.weights, of_slot(0, self.layout.weight_bytes))]
+        place = self.share.bytes
+        if (place.start, place.stop) != (0, gradients.numel()):
+            gradients = gradients[place]
+        return [(gradients, of_slot(place.start, place.stop))]
 
     def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a parameter's tensor, or of a gradient's, that this process steps: all of it unless it is shared."""
@@ -357,14 +362,14 @@ class UnitRange:
     def register_weights(self) -> None:
         self.whole.register_weights()
 
-    def pieces(self, of_slot: torch.Tensor, gradients: torch.Tensor | None = None) -> list[tuple[torch.Tensor, ...]]:
+    def pieces(self, of_slot: BytesOf, gradients: torch.Tensor | None = None) -> list[tuple[torch.Tensor, ...]]:
         """As those of the whole unit, whose ``gradients`` are: one for each parameter, or each that is trained."""
         of_unit = self.whole.weights if gradients is None else gradients
         found: list[tuple[torch.Tensor, ...]] = []
         for entry, own in zip(self.whole.layout.entries, self.layout.entries, strict=True):
             if entry.spec.trainable or gradients is None:
                 begin, end = (entry.spec.dtype.itemsize * place for place in self.experts.elements(entry))
-                here = of_slot[own.weight_offset : own.weight_offset + end - begin]
+                here = of_slot(own.weight_offset, own.weight_offset + end - begin)
                 found.append((of_unit[entry.weight_offset + begin : entry.weight_offset + end], here))
         return found
 

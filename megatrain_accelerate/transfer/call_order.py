@@ -45,17 +45,18 @@ class CallOrder:
 
     def record(self, index: int) -> tuple[Tape, int]:
         """Notes a forward call; returns the pass's tape and the call's position on it."""
-        leading = None if self._leader is None else self._leader._tape
+        calls, leading = self._tape.calls, None if self._leader is None else self._leader._tape
         if leading is not None:
             begins = self._led_by is not leading
         else:
-            begins = self._ended or (self._tape.calls[:1] == [index] and not self._is_only_layer)
-        if begins or not self._tape.calls:
+            begins = self._ended or (bool(calls) and calls[0] == index and not self._is_only_layer)
+        if begins or not calls:
             self._ended = False
-            self._expected = self._tape.calls or self._expected
+            self._expected = calls or self._expected
             self._tape, self._led_by = Tape(self), leading
-        self._tape.calls.append(index)
-        return self._tape, len(self._tape.calls) - 1
+            calls = self._tape.calls
+        calls.append(index)
+        return self._tape, len(calls) - 1
 
     def end_pass(self) -> None:
         """The next call begins a new pass, whichever layer it is (a backward ended, a forward of the model begins)."""

@@ -71,9 +71,11 @@ class Counters:
     plan_seconds: float = 0.0
     """Spent on plans in training forwards: their runs without data and their measurements."""
 
-    def add(self, cause: Cause, amount: float, what: str = "wait_ms") -> None:
-        """Adds to the counter of that name that the cause has."""
-        vars(self)[cause + "_" + what] += amount
+    def add(self, cause: Cause, **amounts: float) -> None:
+        """Adds to the counters of these names that the cause has."""
+        counters = vars(self)
+        for what, amount in amounts.items():
+            counters[cause + "_" + what] += amount
 
 
 class UpdateGate:
@@ -90,8 +92,9 @@ class UpdateGate:
 
     @property
     def is_open(self) -> bool:
-        found = [step.is_done for step in self._steps] + [part.is_open for part in self._parts]
-        return all(found)
+        if not self._steps and not self._parts:  # asked several times a layer
+            return True
+        return all(step.is_done for step in self._steps) and all(part.is_open for part in self._parts)
 
     def wait(self) -> None:
         """Blocks until the memory is valid; raises where this rank's step failed, or another rank doesn't take its own."""
@@ -123,27 +126,27 @@ class Meter:
 
         def add(waited_ms: float) -> None:
             by_step_ms = min(waited_ms, late_ms)
-            self.counters.add(Cause.HOST_STEP, by_step_ms)
-            self.counters.add(cause, waited_ms - by_step_ms)
+            self.counters.add(Cause.HOST_STEP, wait_ms=by_step_ms)
+            self.counters.add(cause, wait_ms=waited_ms - by_step_ms)
 
         with _Timed(self, compute_stream, add):
             compute_stream.wait_event(event)
 
     def blocked_by(self, cause: Cause) -> _Timed:
         """Accounts for the GPU's idle time while the body blocks the launching thread."""
-        return _Timed(self, self._streams.compute_stream, lambda ms: self.counters.add(cause, ms))
+        return _Timed(self, self._streams.compute_stream, lambda ms: self.counters.add(cause, wait_ms=ms))
 
     def copying(self, direction: Cause, copied_bytes: int, beside_compute: bool = False) -> _Timed:
         """Times the copies that the body issues; to be entered on their stream, behind what the stream waits for. Those
         ``beside_compute`` are the step worker's; others hold up compute in the CPU stand-in."""
 
-        def add(copy_ms: float) -> None:
-            self.counters.add(direction, copied_bytes, "copied_bytes")
-            self.counters.add(direction, copy_ms, "copy_ms")
-            if not self._streams.is_cuda and not beside_compute:
-                self.counters.add(direction, copy_ms)
-
         streams = self._streams
+        holds_up = not streams.is_cuda and not beside_compute
+
+        def add(copy_ms: float) -> None:
+            wait_ms = copy_ms if holds_up else 0.0
+            self.counters.add(direction, copied_bytes=copied_bytes, copy_ms=copy_ms, wait_ms=wait_ms)
+
         return _Timed(self, streams.h2d_stream if direction is Cause.H2D else streams.d2h_stream, add)
 
     def wait_for_step(self, name: str, gate: UpdateGate) -> None:

@@ -78,11 +78,6 @@ class Prefetcher:
         return sum(self.own_slots[index].buffer.numel() for index in self._held)
 
     @property
-    def look_ahead(self) -> int:
-        """How many calls to name as upcoming: one for each slot, since layers with slots of their own may lie between."""
-        return self.slot_count + len(self.own_slots)
-
-    @property
     def all_on_device(self) -> bool:
         return len(self.own_slots) - len(self._held) == len(self._layers)
 
@@ -179,8 +174,10 @@ class Prefetcher:
     def leased(self, layer: Fetched, address: int | None = None) -> WeightSlot | None:
         """The slot that the layer has a lease of, and reads now, if it holds the weights of now at this ``address`` or at any;
         else the lease ends."""
-        slot, holder = self.leases.get(layer.index), (layer.index, layer.unit.version)
-        if slot is not None and address in (None, slot.address) and (slot.holder == holder or layer.unit.is_on_device):
+        slot, unit = self.leases.get(layer.index), layer.unit
+        if slot is None:
+            return None
+        if address in (None, slot.address) and (slot.holder == (layer.index, unit.version) or unit.is_on_device):
             slot.last_used = next(self._clock)
             return slot
         self.end_lease(layer.index, prefetches=False)
@@ -189,7 +186,8 @@ class Prefetcher:
     def end_lease(self, index: int, prefetches: bool = True) -> None:
         """A layer's backward is over: its slot is free for the layer that is expected next. Does nothing without one."""
         if (slot := self.leases.pop(index, None)) is not None:
-            slot.until_lease_ends.close()
+            while slot.until_lease_ends:
+                slot.until_lease_ends.pop().__exit__(None, None, None)
             slot.leaves = []
             self.release(slot)
             if prefetches:
@@ -198,6 +196,8 @@ class Prefetcher:
     def _note_slots(self) -> None:
         """Called when slots were made or given up."""
         self.at_address = {slot.address: slot for slot in (*self.slots, *self.own_slots.values())}
+        self.look_ahead = self.slot_count + len(self.own_slots)
+        """How many calls to name as upcoming: one for each slot, since layers with slots of their own may lie between."""
 
     def _slot_of(self, layer: Fetched, together: bool = False, address: int | None = None) -> WeightSlot | None:
         """The slot that has the layer's weights of now, or will once its copy is over: the one at this ``address``, else its
@@ -222,7 +222,7 @@ class Prefetcher:
             return holder[0] in wanted, last_used
 
         if free := [slot for slot in slots if not slot.users]:
-            return min(free, key=rank)
+            return min(free, key=rank) if len(free) > 1 else free[0]
         leased = [index for index, slot in self.leases.items() if slot in slots and slot.users == 1]
         if not leased:
             raise StateError(f"layer {layer.name} finds all {len(slots)} slots in use; raise megatrain_config.placement.slots")
@@ -275,7 +275,7 @@ class Prefetcher:
         room = sum([not slot.users for slot in self.slots])
         wanted: set[int] = set()
         """Layers for which there is a shared slot."""
-        missing = []
+        missing: dict[int, Fetched] = {}
         for index in upcoming:
             # A held layer takes no room: its copy may begin as soon as its step is applied.
             if index not in self.own_slots and index not in wanted:
@@ -283,10 +283,9 @@ class Prefetcher:
                     continue
                 wanted.add(index)
             # A write to weights since a layer's last use is noticed by `acquire`.
-            if self._slot_of(self._layers[index], together) is None:
-                missing.append(index)
-        for index in dict.fromkeys(missing):
-            layer = self._layers[index]
+            if self._slot_of(layer := self._layers[index], together) is None:
+                missing[index] = layer
+        for index, layer in missing.items():
             if together:
                 self._choose(layer, wanted)
                 continue
@@ -308,16 +307,17 @@ class Prefetcher:
         """Issues the copy of a layer's weights into a slot, or that of a part of them which all ranks gather."""
         assert not slot.users, f"layer {layer.name} would overwrite a slot in use"
         slot.holder = None  # until the copy is issued: an interrupt must not leave a slot that claims to hold it
-        layer.unit.register_weights()  # the first time: what moves to the device before is never registered
-        now = time.perf_counter()
-        slot.late_ms = 1e3 * (now - self._refused_at.pop(layer.index, now))
-        size_bytes = copied_bytes = layer.unit.layout.weight_bytes
-        pieces = layer.unit.pieces(slot.buffer)
+        unit, index = layer.unit, layer.index
+        unit.register_weights()  # the first time: what moves to the device before is never registered
+        refused_at = self._refused_at.pop(index, None)
+        slot.late_ms = 0.0 if refused_at is None else 1e3 * (time.perf_counter() - refused_at)
+        size_bytes = copied_bytes = unit.layout.weight_bytes
+        pieces = unit.pieces(slot.bytes_of)
         gather = self._gather if together else None
         if gather is not None:
             part = gather.part(size_bytes)
             pieces, copied_bytes = [(source[part], target[part]) for source, target in pieces], part.stop - part.start
-        if layer.index in self.own_slots:  # all_held() may have given it out, and its readers don't tell when they are done
+        if index in self.own_slots:  # all_held() may have given it out, and its readers don't tell when they are done
             slot.compute_finished_event.record(self._streams.compute_stream)
         h2d_stream = self._streams.h2d_stream
         with self._streams.on(h2d_stream), named_range(f"megatrain::prefetch ({layer.name})"):
@@ -330,6 +330,6 @@ class Prefetcher:
                 gather.run(slot.buffer, size_bytes, layer.name)
             slot.params_copied_event.record(h2d_stream)
         self._last_copied_event = slot.params_copied_event
-        slot.holder = (layer.index, layer.unit.version)
+        slot.holder = (index, unit.version)
         self._meter.counters.h2d_bytes += copied_bytes
         self._meter.counters.weight_fetches += 1

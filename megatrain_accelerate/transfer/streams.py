@@ -43,6 +43,8 @@ class Immediate:
 
 
 _NO_STREAM = contextlib.nullcontext()
+Place = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+"""Where in a slot a tensor lies: dtype, shape, strides and offset, the last two in elements."""
 
 
 class Streams:
@@ -86,6 +88,14 @@ class _Slot:
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self._views: dict[int, list[torch.Tensor]] = {}
+        self._pieces: dict[tuple[int, int], torch.Tensor] = {}
+
+    def bytes_of(self, begin: int, end: int) -> torch.Tensor:
+        """A part of the buffer. Made once for each."""
+        if (begin, end) not in self._pieces:
+            with torch.inference_mode(False):
+                self._pieces[begin, end] = self.buffer[begin:end].data
+        return self._pieces[begin, end]
 
     def views(self, layout: FlatLayout) -> list[torch.Tensor]:
         """The buffer as the layout's tensors, in entry order. Made once for each layout."""
@@ -119,10 +129,13 @@ class WeightSlot(_Slot):
         """The call of its layer that computes with it now, see :meth:`read_by`."""
         self.leaves: list[torch.Tensor] = []
         """The weights that are bound to the layer while it has a lease of the slot (:attr:`.prefetch.Prefetcher.leases`)."""
-        self.until_lease_ends = contextlib.ExitStack()
+        self.until_lease_ends: list[contextlib.AbstractContextManager[object]] = []
+        """What is left when the lease ends, the last first."""
         self.params_copied_event = streams.event()
         self.compute_finished_event = streams.event()
-        self._at: dict[tuple[torch.dtype, torch.Size, tuple[int, ...], int], torch.Tensor] = {}
+        self._at: dict[Place, torch.Tensor] = {}
+        self.places: dict[Place, Place] = {}
+        """For each place in the buffer that a graph refers to one object, which stands for all that are equal."""
 
     def read_by(self, call: Any) -> contextlib.AbstractContextManager[None]:
         """A call of its layer computes with it while the body runs."""
@@ -142,15 +155,15 @@ class WeightSlot(_Slot):
         self.views(layout)
         return int(torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata)) - len(self._at)
 
-    def view(self, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
+    def view(self, place: Place) -> torch.Tensor:
         """A tensor in the buffer, by its place. Made once for each."""
-        key = (dtype, shape, stride, offset)
-        if key not in self._at:
+        if (view := self._at.get(place)) is None:
+            dtype, shape, stride, offset = place
             with torch.inference_mode(False), torch.no_grad():
                 # Not a view of the buffer, which would hold another one: each counts as one use of the memory.
-                found = torch.empty(0, dtype=dtype, device=self.buffer.device)
-                self._at[key] = found.set_(self.buffer.untyped_storage(), offset, shape, stride)
-        return self._at[key]
+                view = torch.empty(0, dtype=dtype, device=self.buffer.device)
+                self._at[place] = view.set_(self.buffer.untyped_storage(), offset, shape, stride)
+        return view
 
 
 class GradientSlot(_Slot):

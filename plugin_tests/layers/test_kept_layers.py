@@ -39,7 +39,7 @@ def test_a_kept_layer_holds_no_weights_and_lets_go_after_backward() -> None:
         def spy(self: SavedTensors, tensor: torch.Tensor) -> object:
             packed = pack(self, tensor)
             if not isinstance(packed, SlotPlace):
-                saved.append(packed[0])
+                saved.append(packed[0] if type(packed) is tuple else packed)
             return packed
 
         patch.setattr(SavedTensors, "pack", spy)

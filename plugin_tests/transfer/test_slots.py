@@ -175,16 +175,14 @@ def test_a_failed_prefetch_leaves_no_slot_in_use(bench: Bench, monkeypatch: pyte
 
 def test_an_interrupted_copy_is_not_taken_for_the_layer(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(2, kernels)
-    weights = bench.layers[0].unit.weights
 
-    class Interrupted:
-        def __getitem__(self, of_copy: slice) -> torch.Tensor:
-            raise KeyboardInterrupt
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench.layers[0].unit, "weights", Interrupted())
-    with pytest.raises(KeyboardInterrupt):
-        bench.prefetcher.acquire(bench.layers[0], [])
-    monkeypatch.setattr(bench.layers[0].unit, "weights", weights)
+    with monkeypatch.context() as patches:
+        patches.setattr(bench.layers[0].unit, "pieces", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            bench.prefetcher.acquire(bench.layers[0], [])
     for slot in bench.prefetcher.slots:
         slot.buffer.fill_(0xFF)
     bench.use(0, [])
