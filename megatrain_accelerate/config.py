@@ -121,8 +121,8 @@ class PlacementSettings:
 
     device_states: int | None = None
     """Layers, behind those that live on the GPU, that stay on the host and are stepped on the GPU: each process has its share
-    of their masters and moments there (12 bytes a parameter, divided by the processes). -1 stands for all of them. Where they
-    aren't given the plan chooses so of several processes only."""
+    of their masters and moments there (12 bytes a parameter, divided by the processes). -1 stands for all of them. Left
+    out, the plan chooses how many, of several processes only."""
 
     slots: int = 2
     """Device buffers that hold one streamed layer's weights each; at least 2 (one computes, one is filled)."""
