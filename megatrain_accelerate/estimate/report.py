@@ -63,6 +63,8 @@ def table(estimate: Estimate) -> Iterator[str]:
         yield "as one: the stock Trainer's micro-batches run as one batch (join_micro_batches)"
     if any(row.samples for row in rows):
         yield "by N: each layer computes N sequences at once"
+    if any(row.candidate.placement.states_on_device for row in rows):
+        yield "+N: N more layers are stepped on the GPUs, which divide their states"
     if machine.all_gpus > 1:
         of_all, each = ("tokens/s, host", "each") if machine.machines == 1 else ("tokens/s", "each GPU; host: of each machine")
         yield f"{of_all}: of all {machine.all_gpus} GPUs; sequences (per_device_train_batch_size) and the rest: of {each}"

@@ -41,7 +41,8 @@ def device_kernels(device: torch.device, host_kernels: HostKernels) -> StepKerne
         return host_kernels
     if not can_step_on(device):
         raise KernelError(
-            "states on the GPU need Triton: `pip install triton`, or megatrain_config.placement.device_layers: 0"
+            "states on the GPU need Triton: `pip install triton`, or set device_layers and device_states of "
+            "megatrain_config.placement to 0"
         )
     return DeviceKernels()
 

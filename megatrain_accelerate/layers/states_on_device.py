@@ -73,7 +73,8 @@ class StatesOnDevice:
             self._bring_own()
 
     def leave(self) -> None:
-        """This process ends, or the engine goes: its states are on the host, and nobody waits for them if a step failed."""
+        """This process ends, or the engine goes: brings its own states, of which nobody waits for those of a failed step, and
+        ends the worker."""
         try:
             with contextlib.suppress(StepWorkerError):
                 if self.units:

@@ -61,7 +61,7 @@ class SharedStore:
         wait_for(
             lambda: [other for other, answered in enumerate(self._answered) if answered[rank] < asked],
             "haven't brought their states to the host",
-            "a rank that is stopped (in a debugger, say) can't",
+            "let a process go on that is stopped (in a debugger, say), or end all and resume from the last checkpoint",
         )
         memory_fence()  # what is read from now on isn't older
 
