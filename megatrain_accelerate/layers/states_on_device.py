@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatrain_accelerate.errors import StepWorkerError
 from megatrain_accelerate.kernels.device import device_kernels
 from megatrain_accelerate.kernels.host import HostKernels
-from megatrain_accelerate.store.device_states import DeviceStates, StepDevice, arriving_bytes, states_bytes
+from megatrain_accelerate.store.device_states import DeviceStates, StepDevice, states_bytes
 from megatrain_accelerate.store.segments import Segment
 from megatrain_accelerate.store.shared_store import SharedStore
 from megatrain_accelerate.store.step_worker import StepWorker
@@ -26,7 +26,7 @@ class StatesOnDevice:
 
     @property
     def size_bytes(self) -> int:
-        """Of the states on the device, and of the buffer for gradients of one unit."""
+        """Of the states on the device, and of the buffers for gradients."""
         return states_bytes((unit.layout, unit.share, unit.moments_dtype) for unit in self.units)
 
     def place(self, units: Sequence[HostUnit]) -> None:
@@ -38,9 +38,8 @@ class StatesOnDevice:
             unit.device_states = None
         self.units = []
         if units:
-            device, arriving = self._streams.device, max(arriving_bytes(unit.layout, unit.share) for unit in units)
-            kernels = device_kernels(device, self._kernels)
-            where = StepDevice(device, kernels, self._kernels, self._streams.step_stream, arriving)
+            kernels = device_kernels(self._streams.device, self._kernels)
+            where = StepDevice(kernels, self._kernels, self._streams, [(unit.layout, unit.share) for unit in units])
             made = [DeviceStates(unit.layout, unit.share, unit.moments_dtype, where) for unit in units]
             for unit, states in zip(units, made, strict=True):
                 unit.device_states = states

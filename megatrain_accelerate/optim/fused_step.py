@@ -276,6 +276,8 @@ class FusedStep(HostStep):
                     of_all.wait()
                 group.push_weights(readers_finished_event)
 
+        if states is not None and segments and before is None:
+            states.expect(unit.flat_states)
         # Device copies are stale from now on, whether or not the worker has got to it.
         unit.version += 1
         of_all = None if shared is None else shared.next_step(unit.name)

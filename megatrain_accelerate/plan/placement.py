@@ -171,7 +171,7 @@ class Model:
     ranks: int = 1
     """Processes with a GPU each, of which each steps its share."""
     fetch_share: float = 1.0
-    """Of the link's time for a layer's weights: below 1 where ranks fetch parts, and gather them."""
+    """Of the link's time for a layer's weights: below 1 where ranks fetch parts, and gather them, see :meth:`fetch_bytes`."""
     exchange_bytes: float = math.inf
     """Bytes of its gradients a second that each rank sends to the others of its machine while it adds up what it gets."""
     machines: int = 1
@@ -187,6 +187,14 @@ class Model:
         """Units that live on the host and are stepped on the device."""
         layers = [self.layers[i] for i in placement.states_on_device]
         return layers + (self.groups if layers and not placement.groups_on_device else [])
+
+    def fetch_bytes(self, layer: int, placement: Placement) -> int:
+        """What a layer's fetch costs, in bytes that the link could copy meanwhile. Where the layer's states are on the devices
+        the parts are, too, and are only gathered. Not on several machines, whose ranks gather other parts than they step."""
+        share = self.fetch_share
+        if share < 1.0 and self.machines == 1 and layer in placement.states_on_device:
+            share = max(0.0, share - 1 / self.ranks)
+        return int(share * self.layers[layer].weight_bytes)
 
     def moved_bytes(self, placement: Placement) -> int:
         """Host memory that units give up which the placement moves to the device; of several ranks, what each gets of it."""
@@ -275,7 +283,7 @@ def held_bytes(model: Model, placement: Placement) -> int:
     if model.micro_batches > 1:  # from the second on, the gradients of the first are there
         held += sum(unit.gradient_bytes for unit in [*layers, *model.groups])
     if stepped := model.stepped_on_device(placement):
-        arriving = max(2 * unit.gradient_bytes for unit in stepped)
+        arriving = max(3 * unit.gradient_bytes for unit in stepped)
         held += (sum(unit.stepped_bytes for unit in stepped) + arriving) // model.ranks
     if placement.groups_on_device:
         held += sum(unit.state_bytes - unit.weight_bytes for unit in model.groups)

@@ -178,7 +178,7 @@ class _Pipeline:
         self.d2h = Link(machine.d2h_bytes, machine.d2h_share_in_step, self.host)
         self.applied: dict[Hashable, float] = collections.defaultdict(float)
         """When a layer, or a part of its experts by its place, was stepped."""
-        self.before_at = self.after_at = 0.0
+        self.before_at = self.after_at = self.may_arrive_at = 0.0
         self.slots, self.part_slots = Slots(model.slots, self.h2d), Slots(model.slots, self.h2d)
         self.gradients_out = collections.deque([0.0] * GRADIENT_SLOTS, GRADIENT_SLOTS)
         """When the last gradients to leave were gone, of each slot."""
@@ -199,8 +199,7 @@ class _Pipeline:
         """When the layer's weights are on the device."""
         if layer in self.placement.on_device:
             return 0.0
-        size_bytes = int(self.model.fetch_share * self.model.layers[layer].weight_bytes)
-        return self.slots.filled_at(layer, size_bytes, self.applied[layer])
+        return self.slots.filled_at(layer, self.model.fetch_bytes(layer, self.placement), self.applied[layer])
 
     def forward_and_backward(self, is_last: bool) -> None:
         placement = self.placement
@@ -312,11 +311,13 @@ class _Pipeline:
         """The host steps this rank's share of a unit, or the device does; returns when it has, and other machines' shares have
         come."""
         traffic, size_bytes = unit.step_traffic / self.model.ranks, unit.gradient_bytes // self.model.ranks
-        if on_device:  # gradients come, and as many bytes of weights leave, while the step worker waits
+        if on_device:  # gradients come, those of the next unit behind them, and as many bytes of weights leave
             seconds = traffic / self.machine.device_bytes
             self.compute.work(seconds)
-            arrived = self.h2d.copy_between(size_bytes, max(self.host.free_at, not_before))
-            stepped = self.host.free_at = self.d2h.copy_between(size_bytes, arrived + seconds)
+            arrived = self.h2d.copy_between(size_bytes, max(self.may_arrive_at, not_before))
+            begun = max(arrived, self.host.free_at)
+            stepped = self.host.free_at = self.d2h.copy_between(size_bytes, begun + seconds)
+            self.may_arrive_at = stepped if self.model.steps_in_backward else begun
         else:
             stepped = self.host.work(traffic / self.step_bytes_per_second, not_before)
         return self._over_network(unit.gradient_bytes, stepped)  # weights have as many bytes

@@ -8,10 +8,11 @@ makes back to the host, from where every rank fetches them as ever. Residuals an
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,41 +25,99 @@ from megatrain_accelerate.store.layout import FlatLayout, Share
 from megatrain_accelerate.store.segments import FlatStates, Segment, step_segments
 
 
+class DeviceStreams(Protocol):
+    """What steps on a device use of :class:`~megatrain_accelerate.transfer.streams.Streams`."""
+
+    device: torch.device
+
+    @property
+    def step_stream(self) -> Any: ...
+
+    @property
+    def arriving_stream(self) -> Any: ...
+
+    def event(self) -> Any: ...
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]: ...
+
+
 class StepDevice:
-    """Where units' shares are stepped: the device, its kernels, the stream of all such steps, and a buffer on the device for
-    the gradients of one, of ``arriving_bytes``. Steps run one at a time: the step worker waits for each."""
+    """Where units' shares are stepped: the device, its kernels and streams, and buffers on the device for gradients. Steps run
+    one at a time: the step worker waits for each, while the gradients of the next one come (on a stream of their own)."""
 
     def __init__(
-        self, device: torch.device, kernels: StepKernels, host_kernels: HostKernels, stream: Any, arriving_bytes: int
+        self,
+        kernels: StepKernels,
+        host_kernels: HostKernels,
+        streams: DeviceStreams,
+        shares: Iterable[tuple[FlatLayout, Share]],
     ) -> None:
-        self.device, self.kernels, self.host_kernels, self.stream = device, kernels, host_kernels, stream
-        self.arriving = torch.empty(arriving_bytes, dtype=torch.uint8, device=device)
+        self.device, self.kernels, self.host_kernels, self.streams = streams.device, kernels, host_kernels, streams
+        gradient_bytes, self._sums_bytes = _buffer_bytes(shares)
+        made = torch.empty(2 * gradient_bytes + self._sums_bytes, dtype=torch.uint8, device=self.device)
+        self._buffer, self._next_buffer, self._sums = made.split([gradient_bytes, gradient_bytes, self._sums_bytes])
+        self._expected: collections.deque[torch.Tensor] = collections.deque()
+        self._coming: torch.Tensor | None = None
+        """The gradients on the host that are copied to ``_next_buffer``."""
+        self._arrived_event = streams.event()
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """The body's work runs on the stream, that of one thread at a time, and is over when this returns."""
+        """The body's work runs on the step stream, that of one thread at a time, and is over when this returns."""
         with self._lock:
             try:
-                with torch.cuda.stream(self.stream) if self.device.type == "cuda" else contextlib.nullcontext():
+                with self.streams.on(self.streams.step_stream):
                     yield
             finally:
-                self.stream.synchronize()
+                self.streams.step_stream.synchronize()
+
+    def expect(self, gradients: torch.Tensor) -> None:
+        """Tells of gradients on the host, which a step will ask for behind those that were told of before. Nobody writes to
+        them until then."""
+        self._expected.append(gradients)
+
+    def arrived(self, gradients: torch.Tensor) -> torch.Tensor:
+        """These gradients on the device, for what the step stream gets from now on. Those expected next begin to come."""
+        if self._expected and self._expected[0] is gradients:
+            self._expected.popleft()
+        if self._coming is not gradients:
+            self._bring(gradients)
+        self.streams.step_stream.wait_event(self._arrived_event)
+        self._buffer, self._next_buffer = self._next_buffer, self._buffer
+        self._coming = None
+        if self._expected:
+            self._bring(self._expected[0])  # WAR: the last step that read the other buffer is over
+        return self._buffer[: gradients.numel()]
+
+    def _bring(self, gradients: torch.Tensor) -> None:
+        with self.streams.on(self.streams.arriving_stream):
+            self._next_buffer[: gradients.numel()].copy_(gradients, non_blocking=True)
+            self._arrived_event.record(self.streams.arriving_stream)
+        self._coming = gradients
+
+    def sums(self, residuals: torch.Tensor) -> torch.Tensor:
+        """These residuals of gradients on the device, until the next step; copied at once, since they aren't page-locked."""
+        here = self._sums[: 2 * residuals.numel()].view(torch.int16)
+        copy_bytes(here, residuals, self.host_kernels)
+        return here
 
 
 def states_bytes(shares: Iterable[tuple[FlatLayout, Share, torch.dtype]]) -> int:
-    """Bytes on the device of these shares' weights, residuals and moments (of that dtype), and of the largest's gradients."""
-    states, arriving = 0, 0
-    for layout, share, dtype in shares:
-        of_masters = arriving_bytes(layout, share)
-        states += of_masters + 2 * dtype.itemsize * (share.end - share.begin)
-        arriving = max(arriving, of_masters)
-    return states + arriving
+    """Bytes on the device of these shares' weights, residuals and moments (of that dtype), and of buffers for gradients."""
+    found = [*shares]
+    states = sum(
+        share.end_byte - share.begin_byte + 2 * share.split(layout) + 2 * dtype.itemsize * (share.end - share.begin)
+        for layout, share, dtype in found
+    )
+    gradient_bytes, sums_bytes = _buffer_bytes((layout, share) for layout, share, _ in found)
+    return states + 2 * gradient_bytes + sums_bytes
 
 
-def arriving_bytes(layout: FlatLayout, share: Share) -> int:
-    """Bytes of a share's gradients, fp32 sums with their residuals."""
-    return share.end_byte - share.begin_byte + 2 * share.split(layout)
+def _buffer_bytes(shares: Iterable[tuple[FlatLayout, Share]]) -> tuple[int, int]:
+    """Bytes of the gradients of the largest of these shares, and of the residuals of their fp32 sums."""
+    sizes = [(share.end_byte - share.begin_byte, 2 * share.split(layout)) for layout, share in shares]
+    return max((gradients for gradients, _ in sizes), default=0), max((sums for _, sums in sizes), default=0)
 
 
 class DeviceStates:
@@ -70,6 +129,10 @@ class DeviceStates:
         self._is_current = False
         """True from a step to the next :meth:`leave`. While False the host's states are valid, and the next step copies them
         here first."""
+        self._gradients: torch.Tensor | None = None
+        """The share's on the host, since :meth:`expect`."""
+        self.read_event = where.streams.event()
+        """Recorded behind each copy of :meth:`weights_of`, which the next step waits for (WAR)."""
         self._shown_versions: dict[int, int] = {}
         """Of tensors that show the host's states, by ``id``, since the last :meth:`leave`."""
         count, device = share.end - share.begin, where.device
@@ -89,25 +152,39 @@ class DeviceStates:
             )
         before.update(versions)
 
+    def expect(self, host: FlatStates) -> None:
+        """The next step is about to be queued, and its gradients are on the host: they may come before it runs."""
+        assert host.gradients is not None
+        self._gradients = host.gradients[self._share.bytes]
+        self._where.expect(self._gradients)
+
+    def weights_of(self, part: slice) -> tuple[slice, torch.Tensor] | None:
+        """Of this part of the unit's weights, in bytes, what lies on the device, while no step of the unit is queued; whoever
+        copies it records :attr:`read_event` then. None while the host's states count, and its weights may be written to."""
+        begin, end = max(part.start, self._share.begin_byte), min(part.stop, self._share.end_byte)
+        if not self._is_current or begin >= end:
+            return None
+        return slice(begin, end), self._weights[begin - self._share.begin_byte : end - self._share.begin_byte]
+
     def step(self, host: FlatStates, segments: Sequence[Segment]) -> None:
         """Steps the segments, which lie in the share, from gradients on the host (``host``, the unit's whole states there),
         where the stepped weights are when this returns."""
         share, where = self._share, self._where
         split = share.split(self._layout)
         assert host.gradients is not None
+        on_host, self._gradients = self._gradients, None
+        if on_host is None:
+            on_host = host.gradients[share.bytes]
         with where.at_work():
+            where.streams.step_stream.wait_event(self.read_event)
             if not self._is_current:
                 for here, there in self._pairs(host):
                     copy_bytes(here, there, where.host_kernels)
                 self._is_current = True
-            gradients = where.arriving[: share.end_byte - share.begin_byte]
-            gradients.copy_(host.gradients[share.bytes], non_blocking=True)
-            sums = None
+            gradients, sums = where.arrived(on_host), None
             if any(segment.is_sum for segment in segments):
                 assert host.gradient_residuals is not None
-                sums = where.arriving[gradients.numel() :][: 2 * split].view(torch.int16)
-                # They aren't page-locked.
-                copy_bytes(sums, host.gradient_residuals[share.begin : share.begin + split], where.host_kernels)
+                sums = where.sums(host.gradient_residuals[share.begin : share.begin + split])
             own = FlatStates(share.begin, self._weights, self._residuals, self._moments, gradients, sums)
             step_segments(self._layout, own, segments, where.kernels)
             host.weights[share.bytes].copy_(self._weights, non_blocking=True)

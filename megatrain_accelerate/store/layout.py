@@ -24,6 +24,9 @@ ALIGNMENT_ELEMENTS = 128
 """Elements to which each parameter's start is rounded up: 256 bytes in bf16, what vector loads and copies like;
 and a whole number of the blocks of :mod:`~megatrain_accelerate.kernels.moments`, so that each parameter begins one."""
 
+_PART_MULTIPLE = 512
+"""Bytes of which a rank's part is a multiple, so that each begins where copies are fast."""
+
 _keys: dict[tuple[tuple[ParameterSpec, int], ...], int] = {}
 """A number for each layout that a unit of this process has: quicker to look up than the layout itself."""
 
@@ -90,10 +93,17 @@ class FlatLayout:
         return sum(entry.spec.numel for entry in self.entries)
 
     def share_of(self, rank: int, ranks: int) -> Share:
-        """What of the trained parameters one of several ranks steps: whole 128-element blocks, as equally as they go."""
-        blocks = self.state_elements // ALIGNMENT_ELEMENTS
-        begin, end = (ALIGNMENT_ELEMENTS * (place * blocks // ranks) for place in (rank, rank + 1))
+        """What of the trained parameters one of several ranks steps: whole 128-element blocks, which are its part
+        (:func:`part_of`) of their bytes, as far as that goes."""
+        part = part_of(self.gradient_bytes, rank, ranks)
+        begin, end = map(self._block_at, (part.start, part.stop))
         return Share(begin, end, self.byte_of(begin), self.byte_of(end))
+
+    def _block_at(self, byte: int) -> int:
+        """The last element that begins a block at this byte of the gradients or before."""
+        of_bf16 = 2 * self.split_elements
+        element = min(byte, of_bf16) // 2 + max(byte - of_bf16, 0) // 4
+        return element // ALIGNMENT_ELEMENTS * ALIGNMENT_ELEMENTS
 
     def byte_of(self, element: int) -> int:
         """Where in the weights, and in the gradients, an element of the states begins: those in bf16 come first."""
@@ -107,6 +117,17 @@ class FlatLayout:
             flat = buffer[entry.weight_offset : entry.weight_offset + size].view(entry.spec.dtype)
             views.append(flat.view(entry.spec.shape))
         return views
+
+
+def part_bytes(size_bytes: int, ranks: int) -> int:
+    """Of so many bytes in equal parts, of which the last ones may not be filled."""
+    return -(-size_bytes // (ranks * _PART_MULTIPLE)) * _PART_MULTIPLE
+
+
+def part_of(size_bytes: int, rank: int, ranks: int) -> slice:
+    """Where a rank's part of so many bytes lies. That of the last ranks may be short, or empty."""
+    part = part_bytes(size_bytes, ranks)
+    return slice(min(rank * part, size_bytes), min((rank + 1) * part, size_bytes))
 
 
 @dataclasses.dataclass(frozen=True)

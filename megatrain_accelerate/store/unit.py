@@ -271,6 +271,18 @@ class HostUnit:
             gradients = gradients[place]
         return [(gradients, of_slot(place.start, place.stop))]
 
+    def pieces_of_part(self, part: slice, of_slot: BytesOf) -> tuple[list[tuple[torch.Tensor, ...]], int]:
+        """As :meth:`pieces` of a part of the weights in bytes, and how many of these come from the host: those that don't lie
+        on the device, with the states of this process's share."""
+        begin, end = part.start, part.stop
+        found = None if self.device_states is None else self.device_states.weights_of(part)
+        if found is None:
+            return [(self.weights[part], of_slot(begin, end))], end - begin
+        there, weights = found
+        rest = [(first, last) for first, last in ((begin, there.start), (there.stop, end)) if first < last]
+        of_host = [(self.weights[first:last], of_slot(first, last)) for first, last in rest]
+        return [(weights, of_slot(there.start, there.stop)), *of_host], sum(last - first for first, last in rest)
+
     def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a parameter's tensor, or of a gradient's, that this process steps: all of it unless it is shared."""
         return tensor if self.shared is None else self.share.of(entry, tensor)

@@ -1,5 +1,6 @@
 """Fetches that several ranks make together: each copies a part of a layer's weights over its own link, and all gather the
-parts between their devices. Host memory is read once for all of them, and a link carries one part.
+parts between their devices. Host memory is read once for all of them, and a link carries one part; none where a layer's states
+are on the devices, which have the parts already.
 
 A rank waits for ever in a gather that another one doesn't join. So all gather the same layers in the same order, by rules
 that use nothing but what all ranks have alike:
@@ -32,12 +33,10 @@ import torch.distributed as dist
 from megatrain_accelerate.parallel.order_check import OrderCheck
 from megatrain_accelerate.parallel.ranks import MEETING_SECONDS, Ranks
 from megatrain_accelerate.parallel.shared_file import SharedFile
+from megatrain_accelerate.store.layout import part_bytes, part_of
 
 # The name of torch 2.13, which warns of the older one.
 all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
-
-_PART_MULTIPLE = 512
-"""Bytes of which a part is a multiple, so that each begins where copies are fast."""
 
 
 class Gather:
@@ -50,21 +49,17 @@ class Gather:
         self._group = dist.new_group(timeout=datetime.timedelta(seconds=MEETING_SECONDS))
         self._order = OrderCheck(file, ranks, "weights")
 
-    def _part_bytes(self, size_bytes: int) -> int:
-        return -(-size_bytes // (self._ranks.size * _PART_MULTIPLE)) * _PART_MULTIPLE
-
     def slot_bytes(self, size_bytes: int) -> int:
         """What a slot needs for weights of this size: equal parts, of which the last may not be filled."""
-        return self._ranks.size * self._part_bytes(size_bytes)
+        return self._ranks.size * part_bytes(size_bytes, self._ranks.size)
 
     def part(self, size_bytes: int) -> slice:
-        """Where this rank's part of so many bytes lies. That of the last ranks may be short, or empty."""
-        part, rank = self._part_bytes(size_bytes), self._ranks.rank
-        return slice(min(rank * part, size_bytes), min((rank + 1) * part, size_bytes))
+        """Where this rank's part of so many bytes lies."""
+        return part_of(size_bytes, self._ranks.rank, self._ranks.size)
 
     def run(self, buffer: torch.Tensor, size_bytes: int, name: str) -> None:
         """The parts that the ranks have of a slot's buffer become those of all, on the current stream."""
         self._order.enter(name)
-        part = self._part_bytes(size_bytes)
+        part = part_bytes(size_bytes, self._ranks.size)
         own = buffer[self._ranks.rank * part : (self._ranks.rank + 1) * part]
         all_gather(buffer[: self._ranks.size * part], own, group=self._group)

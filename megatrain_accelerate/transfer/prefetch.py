@@ -312,11 +312,13 @@ class Prefetcher:
         refused_at = self._refused_at.pop(index, None)
         slot.late_ms = 0.0 if refused_at is None else 1e3 * (time.perf_counter() - refused_at)
         size_bytes = copied_bytes = unit.layout.weight_bytes
-        pieces = unit.pieces(slot.bytes_of)
-        gather = self._gather if together else None
-        if gather is not None:
-            part = gather.part(size_bytes)
-            pieces, copied_bytes = [(source[part], target[part]) for source, target in pieces], part.stop - part.start
+        gather, states = self._gather if together else None, None
+        if gather is None:
+            pieces = unit.pieces(slot.bytes_of)
+        else:
+            assert isinstance(unit, HostUnit)
+            pieces, copied_bytes = unit.pieces_of_part(gather.part(size_bytes), slot.bytes_of)
+            states = unit.device_states
         if index in self.own_slots:  # all_held() may have given it out, and its readers don't tell when they are done
             slot.compute_finished_event.record(self._streams.compute_stream)
         h2d_stream = self._streams.h2d_stream
@@ -326,6 +328,8 @@ class Prefetcher:
             with self._meter.copying(Cause.H2D, copied_bytes):
                 for source, target in pieces:
                     target.copy_(source, non_blocking=True)
+            if states is not None:
+                states.read_event.record(h2d_stream)
             if gather is not None:
                 gather.run(slot.buffer, size_bytes, layer.name)
             slot.params_copied_event.record(h2d_stream)

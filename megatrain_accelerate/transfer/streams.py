@@ -58,7 +58,12 @@ class Streams:
 
     @functools.cached_property
     def step_stream(self) -> Any:
-        """Made where a unit has its states on the device, and lives on the host."""
+        """Of steps on the device of units that live on the host."""
+        return torch.cuda.Stream(self.device) if self.is_cuda else Immediate()
+
+    @functools.cached_property
+    def arriving_stream(self) -> Any:
+        """Of the copies of their gradients."""
         return torch.cuda.Stream(self.device) if self.is_cuda else Immediate()
 
     @property

@@ -121,7 +121,7 @@ def test_every_placement_has_the_same_bits_on_the_gpu(accumulation: int) -> None
 def test_weights_are_fetched_behind_a_late_step_of_states_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = tiny_model(attn_implementation="eager"), token_batches(6)
     streamed = train_streamed(model, batches, device="cuda", device_layers=0, kept_layers=0)
-    at_work, late = StepDevice.at_work, []
+    at_work, bring, late = StepDevice.at_work, StepDevice._bring, []
 
     @contextlib.contextmanager
     def work_late(self: StepDevice) -> Iterator[None]:
@@ -130,7 +130,13 @@ def test_weights_are_fetched_behind_a_late_step_of_states_on_the_gpu(monkeypatch
             late.append(None)
             yield
 
+    def bring_late(self: StepDevice, gradients: torch.Tensor) -> None:
+        with torch.cuda.stream(self.streams.arriving_stream):
+            torch.cuda._sleep(20_000_000)
+        bring(self, gradients)
+
     monkeypatch.setattr(StepDevice, "at_work", work_late)
+    monkeypatch.setattr(StepDevice, "_bring", bring_late)
     other = train_streamed(model, batches, device="cuda", device_layers=0, kept_layers=0, device_states=-1)
     assert len(late) >= 5 * len(batches)
     assert other.losses == streamed.losses

@@ -43,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gathered, three slots, accumulation": {"gathers": True, "slots": 3, "accumulation": 3},
     "gathered, two layers on the devices": {"gathers": True, "device_layers": 2},
     "gathered, a rank's copies late": {"gathers": True},
+    "gathered from the states on the devices, a rank's copies late": {"gathers": True, "device_states": -1},
     "clipped": {"max_norm": 0.5},
     "clipped, states on the devices": {"max_norm": 0.5, "device_states": -1},
     "clipped, all on the devices": {"max_norm": 0.5, **ALL_ON_DEVICE},

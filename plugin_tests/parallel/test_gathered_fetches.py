@@ -72,6 +72,10 @@ def plain(run: Training, rank: int, step: int, ids: torch.Tensor) -> None:
     train(run, ids)
 
 
+def one_rank_brings_states(run: Training, rank: int, step: int, ids: torch.Tensor) -> None:
+    train(run, ids, run.engine.bring_states if rank == step % 2 else lambda: None)
+
+
 def one_rank_evaluates(run: Training, rank: int, step: int, ids: torch.Tensor) -> None:
     if step in (1, 3) and rank == 0:
         evaluate(run, ids)
@@ -209,6 +213,10 @@ CASES: dict[str, tuple[Callable[[Training, int, int, torch.Tensor], None], dict[
     "accumulation in another order, three slots": (accumulation_in_another_order, {"slots": 3}),
     "late steps of other layers, three slots": (late_steps_of_other_layers, {"slots": 3}),
     "late steps, two layers on the device": (late_steps, {"device_layers": 2}),
+    "states on the devices": (plain, {"device_states": -1}),
+    "states on the devices, which one rank brings": (one_rank_brings_states, {"device_states": -1}),
+    "states on some devices, late steps": (late_steps, {"device_states": 3, "slots": 3}),
+    "states on the devices, accumulation": (accumulation, {"device_states": -1}),
     "pieces of a batch": (one_rank_evaluates_before_a_backward, {"micro_batch_size": 1}),
 }
 """What happens in each step, and the settings."""
@@ -288,6 +296,12 @@ def test_a_rank_copies_its_part_of_the_weights(runs: Runs) -> None:
     for run in runs:
         (_, of_whole), (_, of_parts) = run["plain"]
         assert of_parts < 1.2 * of_whole / len(runs), "parts are rounded up"
+
+
+def test_a_rank_copies_no_weights_of_which_its_part_is_on_its_device_with_the_states(runs: Runs) -> None:
+    for run in runs:
+        (_, of_parts), (_, without_states) = run["plain"][1], run["states on the devices"][1]
+        assert without_states < 1.4 * of_parts / STEPS, "none after the first step, but those outside the layers"
 
 
 def test_the_plan_has_ranks_gather_where_that_is_faster_and_none_may_leave_a_layer_out(tmp_path: Path) -> None:

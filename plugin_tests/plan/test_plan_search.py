@@ -137,10 +137,10 @@ def test_ranks_whose_host_step_is_slow_step_on_their_devices_as_far_as_there_is_
     assert len(enough.placement.states_on_device) == LAYERS
     assert enough.time.host_step == 0.0
     assert enough.time.seconds < 0.75 * best(0).time.seconds
-    half = best((2 * LAYER.gradient_bytes + 5 * LAYER.stepped_bytes + 2 * GROUP.stepped_bytes) // 4)
+    half = best((3 * LAYER.gradient_bytes + 5 * LAYER.stepped_bytes + 2 * GROUP.stepped_bytes) // 4)
     assert len(half.placement.states_on_device) == 5
     assert half.time.seconds < best(0).time.seconds
-    assert half.peak_bytes <= least + (40 + 5 * LAYER.stepped_bytes + 2 * GROUP.stepped_bytes) // 4
+    assert half.peak_bytes <= least + (60 + 5 * LAYER.stepped_bytes + 2 * GROUP.stepped_bytes) // 4
     assert not best(1000, model()).placement.states_on_device, "of one process a whole layer takes little more"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
-from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS, FlatLayout, ParameterSpec
+from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS, FlatLayout, ParameterSpec, part_of
 from megatrain_accelerate.store.segments import plan_segments
 from megatrain_accelerate.store.unit import HostUnit
 
@@ -62,6 +62,20 @@ def test_entries_keep_model_order() -> None:
     layout = FlatLayout(MIXED)
     assert [entry.spec for entry in layout.entries] == list(MIXED)
     assert [entry.spec.name for entry in layout.trainable_entries] == [s.name for s in MIXED if s.trainable]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+@pytest.mark.parametrize("specs", [MIXED, *(random_specs(seed) for seed in range(20))])
+def test_shares_are_blocks_that_follow_each_other_to_the_end(specs: list[ParameterSpec], ranks: int) -> None:
+    layout, end, end_byte = FlatLayout(specs), 0, 0
+    for rank in range(ranks):
+        share = layout.share_of(rank, ranks)
+        assert (share.begin, share.begin_byte) == (end, end_byte)
+        assert share.begin % ALIGNMENT_ELEMENTS == 0
+        end, end_byte = share.end, share.end_byte
+        if layout.split_elements in (0, layout.state_elements):  # of one dtype
+            assert share.bytes == part_of(layout.gradient_bytes, rank, ranks)
+    assert (end, end_byte) == (layout.state_elements, layout.gradient_bytes)
 
 
 @pytest.mark.parametrize("specs", [MIXED, *(random_specs(seed) for seed in range(20))])
