@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from megatrain_accelerate.kernels.device import mean_of_rows
 from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.shared_store import SharedStore
@@ -95,7 +96,7 @@ class Exchange:
         target = buffer[own.bytes]
         for place, dtype in ((slice(0, in_bf16), torch.bfloat16), (slice(in_bf16, size), torch.float32)):
             if place.start < place.stop:
-                target[place].view(dtype).copy_(_mean([part[place].view(dtype) for part in parts]))
+                mean_of_rows(parts[:, place].view(dtype), target[place].view(dtype))
 
     def make_means(self, gradients: Sequence[torch.Tensor], name: str) -> None:
         """Each of these contiguous gradients becomes the mean of all ranks', in place, on each rank. It runs beside what the
@@ -123,7 +124,8 @@ class Exchange:
         )
         torch.cat(list(pieces), out=sent[:count])
         dist.all_to_all_single(received, sent)
-        mean = _mean(list(received.view(ranks.size, of_rank))).to(dtype)
+        mean = torch.empty(of_rank, dtype=dtype, device=received.device)
+        mean_of_rows(received.view(ranks.size, of_rank), mean)
         all_gather(sent, mean)
         torch._foreach_copy_(list(pieces), list(sent[:count].split([piece.numel() for piece in pieces])))
 
@@ -140,11 +142,3 @@ def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
             bucket.append(piece)
     if bucket:
         yield bucket
-
-
-def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """In fp32, added in the order of the parts."""
-    total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.mul_(1 / len(parts))

@@ -228,10 +228,12 @@ _current: StepTrace | None = None
 
 
 def trace_if_asked(optimizer: Optimizer, engine: Engine) -> None:
-    """Traces a step of this optimizer, if the process was asked to; the one that was prepared last counts."""
+    """Traces a step of this optimizer, if the process was asked to; the one that was prepared last counts. Of several ranks
+    the first does."""
     global _current
     request = TraceRequest.from_environment()
-    if request is None or (_current is not None and _current.has_begun):
+    ranks = engine.runtime.ranks
+    if request is None or (ranks is not None and ranks.rank) or (_current is not None and _current.has_begun):
         return
     if _current is not None:
         _current.handle.remove()

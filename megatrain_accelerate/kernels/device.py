@@ -1,5 +1,6 @@
-"""The step of a unit that lives on the device: the arithmetic of ``csrc/adamw.h`` as a Triton kernel, bit for bit: with the
-same fused multiply-adds, correctly rounded square root and divisions, and no others, since contraction is switched off."""
+"""Kernels on the device that have the bits of others: the step of a unit that lives there, which is the arithmetic of
+``csrc/adamw.h`` in Triton, with the same fused multiply-adds, correctly rounded square root and divisions, and no others,
+since contraction is switched off; and the mean of gradients."""
 
 from __future__ import annotations
 
@@ -50,6 +51,26 @@ def device_kernels(device: torch.device, host_kernels: HostKernels) -> StepKerne
 def can_step_on(device: torch.device) -> bool:
     """Whether optimizer states can live on ``device``."""
     return device.type == "cpu" or importlib.util.find_spec("triton") is not None
+
+
+def mean_of_rows(rows: torch.Tensor, target: torch.Tensor) -> None:
+    """``target`` (N) becomes the mean of the rows of a tensor (R, N) of its dtype, which are added in fp32 in their order, by
+    one kernel where there is Triton. Issued on the current stream."""
+    count = target.numel()
+    if target.is_cuda and can_step_on(target.device):
+        from megatrain_accelerate.kernels import triton_adamw
+
+        assert rows.stride(1) == 1
+        assert target.is_contiguous()
+        with _launches, torch.cuda.device_of(target):
+            kernel: Any = triton_adamw.mean_of_rows
+            arguments = (rows, target, count, rows.stride(0), 1 / len(rows))
+            kernel[(-(-count // _BLOCK),)](*arguments, ROWS=len(rows), BLOCK=_BLOCK, enable_fp_fusion=False)
+        return
+    total = rows[0].to(torch.float32, copy=True)
+    for row in rows[1:]:
+        total += row
+    target.copy_(total.mul_(1 / len(rows)))
 
 
 class DeviceKernels:

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Triton kernels of AdamW and Adam, and of fp32 gradient sums. ``csrc/adamw.h`` and ``csrc/split_master.h`` have the formulas,
-their sources and the reason of each rounding. To be launched with ``enable_fp_fusion=False``: fused are the multiply-adds
-written here."""
+"""Triton kernels of AdamW and Adam, of fp32 gradient sums, and of means of gradients. ``csrc/adamw.h`` and
+``csrc/split_master.h`` have the formulas of the first two, their sources and the reason of each rounding. To be launched with
+``enable_fp_fusion=False``: fused are the multiply-adds written here."""
 
 import triton
 import triton.language as tl
@@ -174,3 +174,14 @@ def square_sums_split(hi_ptr, lo_ptr, sums_ptr, count, BLOCK: tl.constexpr):
     lo = tl.load(lo_ptr + at, inside, other=0).to(tl.int32)
     value = _join_sum(hi, lo).to(tl.float64)
     tl.store(sums_ptr + tl.program_id(0), tl.sum(value * value, 0))
+
+
+@triton.jit
+def mean_of_rows(row_ptr, target_ptr, count, stride, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    total = tl.load(row_ptr + at, inside, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, ROWS):
+        row_ptr += stride
+        total += tl.load(row_ptr + at, inside, other=0.0).to(tl.float32)
+    tl.store(target_ptr + at, (total * scale).to(target_ptr.dtype.element_ty), inside)

@@ -11,7 +11,7 @@ import torch
 from engine_runs import Training, attach, train_streamed
 from plain_torch import tiny_model, token_batches
 
-from megatrain_accelerate.kernels.device import DeviceKernels
+from megatrain_accelerate.kernels.device import DeviceKernels, mean_of_rows
 from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
 from megatrain_accelerate.kernels.moments import FloatMoments
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
@@ -80,6 +80,17 @@ def test_a_step_on_the_gpu_has_the_bits_of_one_on_the_host(arguments: AdamArgume
         assert torch.equal(a.cpu(), b), f"{name}: {int((a.cpu() != b).sum())} of {COUNT} differ"
     for name, a, b in zip(("weight", "exp_avg", "exp_avg_sq"), plain_ours, plain_theirs, strict=False):
         assert torch.equal(a.cpu(), b), f"fp32 {name}: {int((a.cpu() != b).sum())} of {COUNT} differ"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 1), (3, 1023), (4, 4096), (8, 100_000)])
+def test_means_of_ranks_gradients_on_the_gpu_have_the_bits_of_the_host(ranks: int, count: int, dtype: torch.dtype) -> None:
+    parts = torch.randn(ranks, count + 128, generator=torch.Generator().manual_seed(0)).to(dtype)[:, 128:]
+    on_host, on_device = torch.empty(count, dtype=dtype), torch.empty(count, dtype=dtype, device="cuda")
+    mean_of_rows(parts, on_host)
+    of_device = torch.empty(ranks, count + 128, dtype=dtype, device="cuda")[:, 128:].copy_(parts)
+    mean_of_rows(of_device, on_device)
+    assert torch.equal(on_device.cpu(), on_host)
 
 
 def test_splitting_and_joining_masters_on_the_gpu_has_the_bits_of_the_host() -> None:
