@@ -78,7 +78,7 @@ class StepDevice:
         self._expected.append(gradients)
 
     def arrived(self, gradients: torch.Tensor) -> torch.Tensor:
-        """These gradients on the device, for what the step stream gets from now on. Those expected next begin to come."""
+        """These gradients on the device, for what the step stream gets from now on."""
         if self._expected and self._expected[0] is gradients:
             self._expected.popleft()
         if self._coming is not gradients:
@@ -86,9 +86,13 @@ class StepDevice:
         self.streams.step_stream.wait_event(self._arrived_event)
         self._buffer, self._next_buffer = self._next_buffer, self._buffer
         self._coming = None
+        return self._buffer[: gradients.numel()]
+
+    def bring_next(self) -> None:
+        """The gradients that are expected next begin to come. Called when the kernels of a step are launched, whose constants
+        would else wait behind this copy: the device makes one copy in a direction at a time."""
         if self._expected:
             self._bring(self._expected[0])  # WAR: the last step that read the other buffer is over
-        return self._buffer[: gradients.numel()]
 
     def _bring(self, gradients: torch.Tensor) -> None:
         with self.streams.on(self.streams.arriving_stream):
@@ -187,6 +191,7 @@ class DeviceStates:
                 sums = where.sums(host.gradient_residuals[share.begin : share.begin + split])
             own = FlatStates(share.begin, self._weights, self._residuals, self._moments, gradients, sums)
             step_segments(self._layout, own, segments, where.kernels)
+            where.bring_next()
             host.weights[share.bytes].copy_(self._weights, non_blocking=True)
 
     def leave(self, host: FlatStates) -> None:
