@@ -113,6 +113,7 @@ class PlacementSearch:
             *([({"states_on_device"}, self._states)] if model.ranks > 1 else []),
             ({"offloaded"}, self._offloaded),
             ({"offloaded", "on_device"}, self._offloaded_for_layers),
+            *([({"offloaded", "states_on_device"}, self._offloaded_for_states)] if model.ranks > 1 else []),
         ]
         self._variations = [variation for varied, variation in variations if not varied & fixed.keys()]
 
@@ -220,6 +221,12 @@ class PlacementSearch:
         for offloading in self._offloaded(at):
             for counts in _varied(offloading, on_device=_spread(self._count)[:_FEW_ON_DEVICE]):
                 yield from _varied(counts, groups_on_device={at.groups_on_device, counts.on_device > 0})
+
+    def _offloaded_for_states(self, at: Counts) -> Iterable[Counts]:
+        # The same of states, with which weights cross the link less, too.
+        layers = {at.on_device} if "on_device" in self._fixed else {0, at.on_device}
+        for offloading in self._offloaded(at):
+            yield from _varied(offloading, on_device=layers, states_on_device=_spread(self._count)[::2])
 
     def _evaluate(self, counts: Counts) -> Candidate | None:
         """The candidate with as many kept layers as fit; None if it doesn't fit with any."""

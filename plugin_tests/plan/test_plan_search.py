@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -142,6 +143,29 @@ def test_ranks_whose_host_step_is_slow_step_on_their_devices_as_far_as_there_is_
     assert half.time.seconds < best(0).time.seconds
     assert half.peak_bytes <= least + (60 + 5 * LAYER.stepped_bytes + 2 * GROUP.stepped_bytes) // 4
     assert not best(1000, model()).placement.states_on_device, "of one process a whole layer takes little more"
+
+
+@pytest.mark.parametrize("more_bytes", [140, 200, 300])
+def test_states_and_activations_that_leave_are_chosen_together(more_bytes: int) -> None:
+    machine = dataclasses.replace(MACHINE, host_step_parameters=3.0)
+    of_four = model(ranks=4, exchange_bytes=1e6)
+    budget = peak_bytes(outline(), of_four, Counts().placement(LAYERS)) + more_bytes
+    search = PlacementSearch(outline(), of_four, machine, budget, {"on_device": 0}, 10_000)
+    found = search.best()
+    assert found is not None
+    counts = itertools.product(range(LAYERS + 1), repeat=3)
+    every = (Counts(states_on_device=a, offloaded=b, kept=c).placement(LAYERS) for a, b, c in counts if b + c <= LAYERS)
+    fastest = min(
+        simulate_step(outline(), of_four, placement, machine).seconds for placement in every if search.fits(placement)
+    )
+    assert found.time.seconds <= 1.01 * fastest
+
+
+def test_weights_of_states_on_the_devices_are_only_gathered() -> None:
+    sizes, placement = model(ranks=4, fetch_share=0.5), Counts(states_on_device=2).placement(LAYERS)
+    assert [sizes.fetch_bytes(layer, placement) for layer in (0, 2)] == [5, 10]  # a quarter of 20 bytes is there
+    assert model(ranks=4).fetch_bytes(0, placement) == 20, "whole layers come from the host"
+    assert dataclasses.replace(sizes, ranks=8, machines=2).fetch_bytes(0, placement) == 10
 
 
 def test_what_is_stepped_on_the_devices_crosses_each_link_as_a_share() -> None:
