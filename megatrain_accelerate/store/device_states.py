@@ -2,8 +2,8 @@
 
 Of several ranks each has its share there, so that the states of a model that is too large for one GPU fit all of them
 together, as with ZeRO (arXiv 1910.02054). The step comes to them: gradients are copied to the device, and the weights that it
-makes back to the host, from where every rank fetches them as ever. Residuals and moments on the host are old meanwhile, until
-:meth:`DeviceStates.leave`.
+makes back to the host, from where any rank can fetch them. Ranks that gather them take their shares from their devices.
+Residuals and moments on the host are old meanwhile, until :meth:`DeviceStates.leave`.
 """
 
 from __future__ import annotations
