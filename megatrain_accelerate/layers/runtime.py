@@ -559,8 +559,8 @@ class StreamingRuntime:
         with contextlib.suppress(StepWorkerError, RankError):
             self.bring_states()
         self.states_on_device.leave()
-        self.states_on_device.place([])
         self.streams.synchronize()
+        self.states_on_device.place([])
         for handle in self._handles:
             handle.remove()
         for part in (self.outside, self.offloader, self.activations, self.norms):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
+import torch
+
 from megatrain_accelerate.errors import StepWorkerError
 from megatrain_accelerate.kernels.device import device_kernels
 from megatrain_accelerate.kernels.host import HostKernels
@@ -45,12 +47,12 @@ class StatesOnDevice:
                 unit.device_states = states
             self.units = list(units)
 
-    def step(self, unit: HostUnit, states: DeviceStates, segments: Sequence[Segment]) -> None:
-        """Steps these segments of a unit, all in this process's share. Called by the step worker."""
+    def step(self, unit: HostUnit, states: DeviceStates, segments: Sequence[Segment], expected: torch.Tensor | None) -> None:
+        """As :meth:`DeviceStates.step`, of segments that are in this process's share. Called by the step worker."""
         if segments:
             if self._shared is not None:
                 self._shared.note_states_ahead(True)
-            states.step(unit.flat_states, segments)
+            states.step(unit.flat_states, segments, expected)
 
     def bring(self, of_all: bool = True) -> None:
         """Makes residuals and moments on the host valid: they are those of the last step, and may be read and written until

@@ -264,7 +264,7 @@ class FusedStep(HostStep):
             _refuse_written(unit, written, versions)
             with meter.stepping(parameters):
                 if states is not None:
-                    on_device.step(unit, states, segments)
+                    on_device.step(unit, states, segments, expected)
                 else:
                     step_segments(unit.layout, unit.flat_states, segments, unit.kernels)
                     unit.memory["moments"].is_touched = True
@@ -276,8 +276,8 @@ class FusedStep(HostStep):
                     of_all.wait()
                 group.push_weights(readers_finished_event)
 
-        if states is not None and segments and before is None:
-            states.expect(unit.flat_states)
+        # In backward gradients may still be on their way.
+        expected = states.expect(unit.flat_states) if states is not None and segments and before is None else None
         # Device copies are stale from now on, whether or not the worker has got to it.
         unit.version += 1
         of_all = None if shared is None else shared.next_step(unit.name)

@@ -190,11 +190,13 @@ class Model:
 
     def fetch_bytes(self, layer: int, placement: Placement) -> int:
         """What a layer's fetch costs, in bytes that the link could copy meanwhile. Where the layer's states are on the devices
-        the parts are, too, and are only gathered. Not on several machines, whose ranks gather other parts than they step."""
-        share = self.fetch_share
-        if share < 1.0 and self.machines == 1 and layer in placement.states_on_device:
+        the parts are, too, and are only gathered. Not where ranks gather other parts than they step: with frozen parameters,
+        and on several machines."""
+        share, unit = self.fetch_share, self.layers[layer]
+        is_there = layer in placement.states_on_device and unit.gradient_bytes == unit.weight_bytes and self.machines == 1
+        if share < 1.0 and is_there:
             share = max(0.0, share - 1 / self.ranks)
-        return int(share * self.layers[layer].weight_bytes)
+        return int(share * unit.weight_bytes)
 
     def moved_bytes(self, placement: Placement) -> int:
         """Host memory that units give up which the placement moves to the device; of several ranks, what each gets of it."""

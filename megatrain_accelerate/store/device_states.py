@@ -1,7 +1,7 @@
-"""States on the device: what one process steps of a unit, while the unit's weights and gradients stay on the host.
+"""States on the device: those of a process's share of a unit, which it steps there while the unit stays on the host.
 
-Of several ranks each has its share there, so that the states of a model that is too large for one GPU fit all of them
-together, as with ZeRO (arXiv 1910.02054). The step comes to them: gradients are copied to the device, and the weights that it
+Each of several ranks has its share alone, so that states of a model which are too large for one GPU fit all of them together,
+as with ZeRO (arXiv 1910.02054). The step comes to them: gradients are copied to the device, and the weights that it
 makes back to the host, from where any rank can fetch them. Ranks that gather them take their shares from their devices.
 Residuals and moments on the host are old meanwhile, until :meth:`DeviceStates.leave`.
 """
@@ -43,7 +43,7 @@ class DeviceStreams(Protocol):
 
 class StepDevice:
     """Where units' shares are stepped: the device, its kernels and streams, and buffers on the device for gradients. Steps run
-    one at a time: the step worker waits for each, while the gradients of the next one come (on a stream of their own)."""
+    one at a time: the step worker waits for each. Meanwhile the gradients of the next one come, on a stream of their own."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class StepDevice:
         self._buffer, self._next_buffer, self._sums = made.split([gradient_bytes, gradient_bytes, self._sums_bytes])
         self._expected: collections.deque[torch.Tensor] = collections.deque()
         self._coming: torch.Tensor | None = None
-        """The gradients on the host that are copied to ``_next_buffer``."""
+        """Those on the host whose copy is in ``_next_buffer``, or on its way there; None if there are none."""
         self._arrived_event = streams.event()
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """The body's work runs on the step stream, that of one thread at a time, and is over when this returns."""
+        """Runs the body on the step stream, for one thread at a time, and waits for the stream in the end."""
         with self._lock:
             try:
                 with self.streams.on(self.streams.step_stream):
@@ -73,14 +73,14 @@ class StepDevice:
                 self.streams.step_stream.synchronize()
 
     def expect(self, gradients: torch.Tensor) -> None:
-        """Tells of gradients on the host, which a step will ask for behind those that were told of before. Nobody writes to
-        them until then."""
+        """Announces gradients on the host, in the order of steps. Nobody writes to them before their step is over."""
         self._expected.append(gradients)
 
     def arrived(self, gradients: torch.Tensor) -> torch.Tensor:
-        """These gradients on the device, for what the step stream gets from now on."""
-        if self._expected and self._expected[0] is gradients:
-            self._expected.popleft()
+        """These gradients on the device: what is issued to the step stream from now on sees them."""
+        if any(other is gradients for other in self._expected):
+            while self._expected.popleft() is not gradients:
+                continue  # of a step that was taken, and not applied
         if self._coming is not gradients:
             self._bring(gradients)
         self.streams.step_stream.wait_event(self._arrived_event)
@@ -89,8 +89,8 @@ class StepDevice:
         return self._buffer[: gradients.numel()]
 
     def bring_next(self) -> None:
-        """The gradients that are expected next begin to come. Called when the kernels of a step are launched, whose constants
-        would else wait behind this copy: the device makes one copy in a direction at a time."""
+        """The gradients that are expected next begin to come. Called when the kernels of a step are launched, for which a
+        table is copied to the device, too: behind these gradients it would come late."""
         if self._expected:
             self._bring(self._expected[0])  # WAR: the last step that read the other buffer is over
 
@@ -101,7 +101,7 @@ class StepDevice:
         self._coming = gradients
 
     def sums(self, residuals: torch.Tensor) -> torch.Tensor:
-        """These residuals of gradients on the device, until the next step; copied at once, since they aren't page-locked."""
+        """These residuals of gradients on the device, until the next call; copied at once, since they aren't page-locked."""
         here = self._sums[: 2 * residuals.numel()].view(torch.int16)
         copy_bytes(here, residuals, self.host_kernels)
         return here
@@ -133,8 +133,6 @@ class DeviceStates:
         self._is_current = False
         """True from a step to the next :meth:`leave`. While False the host's states are valid, and the next step copies them
         here first."""
-        self._gradients: torch.Tensor | None = None
-        """The share's on the host, since :meth:`expect`."""
         self.read_event = where.streams.event()
         """Recorded behind each copy of :meth:`weights_of`, which the next step waits for (WAR)."""
         self._shown_versions: dict[int, int] = {}
@@ -156,29 +154,30 @@ class DeviceStates:
             )
         before.update(versions)
 
-    def expect(self, host: FlatStates) -> None:
-        """The next step is about to be queued, and its gradients are on the host: they may come before it runs."""
+    def expect(self, host: FlatStates) -> torch.Tensor:
+        """A step is about to be queued, and its gradients are on the host: they may come to the device before it runs. Returns
+        them, for :meth:`step`."""
         assert host.gradients is not None
-        self._gradients = host.gradients[self._share.bytes]
-        self._where.expect(self._gradients)
+        expected = host.gradients[self._share.bytes]
+        self._where.expect(expected)
+        return expected
 
     def weights_of(self, part: slice) -> tuple[slice, torch.Tensor] | None:
-        """Of this part of the unit's weights, in bytes, what lies on the device, while no step of the unit is queued; whoever
-        copies it records :attr:`read_event` then. None while the host's states count, and its weights may be written to."""
+        """The bytes of this part of the unit's weights that are on the device, and their place. To be called while no step of
+        the unit is queued; whoever copies them records :attr:`read_event`. None where there are none, and while the host's
+        states are valid, whose weights may be written to."""
         begin, end = max(part.start, self._share.begin_byte), min(part.stop, self._share.end_byte)
         if not self._is_current or begin >= end:
             return None
         return slice(begin, end), self._weights[begin - self._share.begin_byte : end - self._share.begin_byte]
 
-    def step(self, host: FlatStates, segments: Sequence[Segment]) -> None:
-        """Steps the segments, which lie in the share, from gradients on the host (``host``, the unit's whole states there),
-        where the stepped weights are when this returns."""
+    def step(self, host: FlatStates, segments: Sequence[Segment], expected: torch.Tensor | None) -> None:
+        """Steps the segments, which lie in the share, from the gradients of ``host``, the unit's whole states there, or those
+        that were ``expected``. The stepped weights are on the host, too, when this returns."""
         share, where = self._share, self._where
         split = share.split(self._layout)
         assert host.gradients is not None
-        on_host, self._gradients = self._gradients, None
-        if on_host is None:
-            on_host = host.gradients[share.bytes]
+        on_host = host.gradients[share.bytes] if expected is None else expected
         with where.at_work():
             where.streams.step_stream.wait_event(self.read_event)
             if not self._is_current:

@@ -93,17 +93,15 @@ class FlatLayout:
         return sum(entry.spec.numel for entry in self.entries)
 
     def share_of(self, rank: int, ranks: int) -> Share:
-        """What of the trained parameters one of several ranks steps: whole 128-element blocks, which are its part
-        (:func:`part_of`) of their bytes, as far as that goes."""
-        part = part_of(self.gradient_bytes, rank, ranks)
-        begin, end = map(self._block_at, (part.start, part.stop))
+        """What of the trained parameters one of several ranks steps: whole 128-element blocks, as equally as they go. Of one
+        dtype they are its part (:func:`part_of`) of the bytes, which gathers find with its states."""
+        if self.split_elements in (0, self.state_elements):
+            part, size = part_of(self.gradient_bytes, rank, ranks), 2 if self.split_elements else 4
+            begin, end = part.start // size, part.stop // size
+        else:
+            blocks = self.state_elements // ALIGNMENT_ELEMENTS
+            begin, end = (ALIGNMENT_ELEMENTS * (place * blocks // ranks) for place in (rank, rank + 1))
         return Share(begin, end, self.byte_of(begin), self.byte_of(end))
-
-    def _block_at(self, byte: int) -> int:
-        """The last element that begins a block at this byte of the gradients or before."""
-        of_bf16 = 2 * self.split_elements
-        element = min(byte, of_bf16) // 2 + max(byte - of_bf16, 0) // 4
-        return element // ALIGNMENT_ELEMENTS * ALIGNMENT_ELEMENTS
 
     def byte_of(self, element: int) -> int:
         """Where in the weights, and in the gradients, an element of the states begins: those in bf16 come first."""

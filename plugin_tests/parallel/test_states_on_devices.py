@@ -129,6 +129,20 @@ def test_states_are_read_written_loaded_and_moved_as_those_on_the_host(kind: str
         assert_equal_states(ours, theirs)
 
 
+def test_several_steps_on_the_same_gradients_are_those_on_the_host() -> None:
+    found = []
+    for kind in ("devices", "host"):
+        run = training(**KINDS[kind])
+        for ids in token_batches(2):
+            run.model(input_ids=ids, labels=ids).loss.backward()
+            for _ in range(3):
+                run.optimizer.step()
+            run.optimizer.zero_grad()
+        found.append(run.state())
+        run.engine.close()
+    assert_equal_states(*found)
+
+
 def test_the_plan_counts_the_memory_that_states_on_the_device_take() -> None:
     before = training()
     run = training(device_states=3)
