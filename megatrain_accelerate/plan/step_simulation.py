@@ -178,7 +178,9 @@ class _Pipeline:
         self.d2h = Link(machine.d2h_bytes, machine.d2h_share_in_step, self.host)
         self.applied: dict[Hashable, float] = collections.defaultdict(float)
         """When a layer, or a part of its experts by its place, was stepped."""
-        self.before_at = self.after_at = self.may_arrive_at = 0.0
+        self.before_at = self.after_at = 0.0
+        self.may_arrive_at = 0.0
+        """When the gradients of the next step on the device may come."""
         self.slots, self.part_slots = Slots(model.slots, self.h2d), Slots(model.slots, self.h2d)
         self.gradients_out = collections.deque([0.0] * GRADIENT_SLOTS, GRADIENT_SLOTS)
         """When the last gradients to leave were gone, of each slot."""

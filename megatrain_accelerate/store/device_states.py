@@ -53,9 +53,9 @@ class StepDevice:
         shares: Iterable[tuple[FlatLayout, Share]],
     ) -> None:
         self.device, self.kernels, self.host_kernels, self.streams = streams.device, kernels, host_kernels, streams
-        gradient_bytes, self._sums_bytes = _buffer_bytes(shares)
-        made = torch.empty(2 * gradient_bytes + self._sums_bytes, dtype=torch.uint8, device=self.device)
-        self._buffer, self._next_buffer, self._sums = made.split([gradient_bytes, gradient_bytes, self._sums_bytes])
+        gradient_bytes, sums_bytes = _buffer_bytes(shares)
+        made = torch.empty(2 * gradient_bytes + sums_bytes, dtype=torch.uint8, device=self.device)
+        self._buffer, self._next_buffer, self._sums = made.split([gradient_bytes, gradient_bytes, sums_bytes])
         self._expected: collections.deque[torch.Tensor] = collections.deque()
         self._coming: torch.Tensor | None = None
         """Those on the host whose copy is in ``_next_buffer``, or on its way there; None if there are none."""
