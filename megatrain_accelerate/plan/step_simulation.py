@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from megatrain_accelerate.gradients.offload import GRADIENT_SLOTS
 from megatrain_accelerate.layers.policy import Placement
@@ -61,20 +61,25 @@ class HostOptimizer(Resource):
 
     def end_beside(self, start: float, seconds: float, share: float) -> float:
         """When something is over that takes ``seconds`` alone, and goes at a share of that speed beside the optimizer."""
-        now, left = start, seconds
-        for begin, end in self._spans[max(0, bisect.bisect(self._spans, (start,)) - 1) :]:
-            if end <= now:
-                continue
-            if now + left <= begin:
-                break
-            left -= max(0.0, begin - now)
-            now = max(now, begin)
-            done = (end - now) * share
-            if left <= done:
-                return now + left / share
-            left -= done
-            now = end
-        return now + left
+        return _end_beside(self._spans, start, seconds, share)
+
+
+def _end_beside(spans: list[tuple[float, float]], start: float, seconds: float, share: float) -> float:
+    """When something is over that takes ``seconds`` alone, and goes at a share of that speed in these spans."""
+    now, left = start, seconds
+    for begin, end in spans[max(0, bisect.bisect(spans, (start,)) - 1) :]:
+        if end <= now:
+            continue
+        if now + left <= begin:
+            break
+        left -= max(0.0, begin - now)
+        now = max(now, begin)
+        done = (end - now) * share
+        if left <= done:
+            return now + left / share
+        left -= done
+        now = end
+    return now + left
 
 
 class Link(Resource):
@@ -83,6 +88,8 @@ class Link(Resource):
     def __init__(self, bytes_per_second: float, share: float, optimizer: HostOptimizer) -> None:
         super().__init__()
         self._bytes_per_second, self._share, self._optimizer = bytes_per_second, share, optimizer
+        self._taken: list[tuple[float, float]] = []
+        """Spans of the copies of steps on the device."""
 
     def _end(self, size_bytes: int, start: float) -> float:
         return self._optimizer.end_beside(start, size_bytes / self._bytes_per_second, self._share)
@@ -93,10 +100,22 @@ class Link(Resource):
         self.busy += end - start
         return end
 
+    def copy_of_step(self, size_bytes: int, not_before: float) -> float:
+        """A copy of a step on the device, beside such a copy the other way and behind those of steps before it; others that are
+        queued later go around it."""
+        seconds = size_bytes / (self._bytes_per_second * self._share)
+        start = max(not_before, self._taken[-1][1] if self._taken else 0.0)
+        self._taken.append((start, start + seconds))
+        self.busy += seconds
+        return start + seconds
+
     def copy(self, size_bytes: int, not_before: float = 0.0) -> float:
         """Queues a copy; returns when it is over."""
         start = max(self.free_at, not_before)
-        return self.work(self._end(size_bytes, start) - start, start)
+        seconds = self._end(size_bytes, start) - start
+        self.free_at = _end_beside(self._taken, start, seconds, 0.0) if seconds else start
+        self.busy += seconds
+        return self.free_at
 
 
 class Slots:
@@ -316,9 +335,9 @@ class _Pipeline:
         if on_device:  # gradients come, those of the next unit behind them, and as many bytes of weights leave
             seconds = traffic / self.machine.device_bytes
             self.compute.work(seconds)
-            arrived = self.h2d.copy_between(size_bytes, max(self.may_arrive_at, not_before))
+            arrived = self.h2d.copy_of_step(size_bytes, max(self.may_arrive_at, not_before))
             begun = max(arrived, self.host.free_at)
-            stepped = self.host.free_at = self.d2h.copy_between(size_bytes, begun + seconds)
+            stepped = self.host.free_at = self.d2h.copy_of_step(size_bytes, begun + seconds)
             self.may_arrive_at = stepped if self.model.steps_in_backward else begun
         else:
             stepped = self.host.work(traffic / self.step_bytes_per_second, not_before)
@@ -328,25 +347,31 @@ class _Pipeline:
         """Called when every gradient is on the host: what ``optimizer.step()`` does."""
         model, placement = self.model, self.placement
         now = self.compute.work(0.0, self.d2h.free_at)
-        are_there, comes = placement.groups_on_device, bool(placement.states_on_device)
-        stepped_on_device = [*(model.layers[i] for i in placement.on_device), *(model.groups if are_there else ())]
-        before = [(unit, self._step_unit(unit, now, comes)) for unit in model.groups_before if not are_there]
+        stepped_on_device = [
+            *(model.layers[i] for i in placement.on_device),
+            *(model.groups if placement.groups_on_device else ()),
+        ]
+        self.before_at = self._step_and_push(model.groups_before, now)
         for layer, unit in enumerate(model.layers if not model.steps_in_backward else ()):
             if layer not in placement.on_device:
                 self.applied[layer] = self._step_unit(unit, now, layer in placement.states_on_device)
             for place, part in enumerate(model.parts.get(layer, ())):
                 self.applied[layer, place] = self._step_unit(part, now)
-        after = [(unit, self._step_unit(unit, now, comes)) for unit in model.groups_after if not are_there]
-        # Issued when its step is over, between copies of layers that were issued before and after, while layers are stepped.
-        self.before_at, self.after_at = (
-            max((self.h2d.copy_between(unit.weight_bytes, stepped) for unit, stepped in units), default=now)
-            for units in (before, after)
-        )
+        self.after_at = self._step_and_push(model.groups_after, now)
         self.slots.forget()
         self.part_slots.forget()
         self.compute.work(0.0, self.compute.free_at + self.machine.step_overhead)
         stepped_bytes = sum(unit.step_traffic + _NORM_BYTES * unit.parameters for unit in stepped_on_device)
         self.compute.work(stepped_bytes / self.machine.device_bytes)
+
+    def _step_and_push(self, units: Sequence[UnitSizes], now: float) -> float:
+        """Steps the states of groups that are on the host, or come to the device for it; returns when their weights are on the
+        device. These are issued when a step is over, while layers are stepped."""
+        if self.placement.groups_on_device:
+            return now
+        comes = bool(self.placement.states_on_device)
+        push = self.h2d.copy_of_step if comes else self.h2d.copy_between
+        return max((push(unit.weight_bytes, self._step_unit(unit, now, comes)) for unit in units), default=now)
 
 
 class _ActivationCopies:
