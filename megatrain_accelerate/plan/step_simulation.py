@@ -101,19 +101,18 @@ class Link(Resource):
         return end
 
     def copy_of_step(self, size_bytes: int, not_before: float) -> float:
-        """A copy of a step on the device, beside such a copy the other way and behind those of steps before it; others that are
-        queued later go around it."""
+        """A copy of a step on the device, beside such a copy the other way, and behind those of steps before it."""
         seconds = size_bytes / (self._bytes_per_second * self._share)
         start = max(not_before, self._taken[-1][1] if self._taken else 0.0)
         self._taken.append((start, start + seconds))
         self.busy += seconds
         return start + seconds
 
-    def copy(self, size_bytes: int, not_before: float = 0.0) -> float:
-        """Queues a copy; returns when it is over."""
+    def copy(self, size_bytes: int, not_before: float = 0.0, steps_first: bool = False) -> float:
+        """Queues a copy; returns when it is over. With ``steps_first`` it goes when no copy of a step does."""
         start = max(self.free_at, not_before)
         seconds = self._end(size_bytes, start) - start
-        self.free_at = _end_beside(self._taken, start, seconds, 0.0) if seconds else start
+        self.free_at = _end_beside(self._taken, start, seconds, 0.0) if steps_first else start + seconds
         self.busy += seconds
         return self.free_at
 
@@ -395,7 +394,7 @@ class _ActivationCopies:
     def leave(self, computed_at: float) -> None:
         """The call's activations begin to leave."""
         if sent := self._pipeline.sent[self._call]:
-            self._gone[self._call] = self._pipeline.d2h.copy(sent, computed_at)
+            self._gone[self._call] = self._pipeline.d2h.copy(sent, computed_at, steps_first=True)
             self._leaving.append(self._call)
 
     def back_at(self, layer: int, issued_at: float) -> float:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatrain_accelerate.kernels.moments import Moments
+from megatrain_accelerate.store.host_memory import copy_in_pieces
 from megatrain_accelerate.store.layout import FlatEntry, Share
 
 
@@ -87,7 +88,7 @@ class ParamHandle:
 
     def fill(self, weight: torch.Tensor) -> None:
         """Issues a copy of ``weight``, of the same shape and dtype, into the data; it doesn't count as a write."""
-        self.parameter.data.copy_(weight, non_blocking=True)
+        copy_in_pieces(self.parameter.data, weight)
 
     def give_back(self, data: torch.Tensor) -> None:
         """Makes ``data`` the parameter's, or the copy of another store that holds it."""

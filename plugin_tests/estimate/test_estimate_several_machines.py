@@ -15,7 +15,7 @@ from megatrain_accelerate.plan.step_simulation import StepTime
 from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES
 from megatrain_accelerate.units import GB
 
-STREAMED = ("placement.kept_layers=0", "placement.offloaded_layers=0", "placement.device_layers=0")
+STREAMED = tuple(f"placement.{name}=0" for name in ("kept_layers", "offloaded_layers", "device_layers", "device_states"))
 ON_GPU = ("placement.kept_layers=0", "placement.offloaded_layers=0", "placement.device_layers=2")
 
 

@@ -145,6 +145,18 @@ def test_ranks_whose_host_step_is_slow_step_on_their_devices_as_far_as_there_is_
     assert not best(1000, model()).placement.states_on_device, "of one process a whole layer takes little more"
 
 
+def test_activations_leave_later_where_steps_on_the_devices_take_the_link() -> None:
+    # Activations of a layer take the link 2.5 s, more than its forward; so do the weights of all steps together.
+    machine = dataclasses.replace(MACHINE, d2h_bytes=20.0, h2d_bytes=1e6)
+    of_four = model(ranks=4, exchange_bytes=1e6)
+
+    def lost(states: int) -> float:
+        with_them, without = (seconds(machine, of_four, offloaded=n, states_on_device=states) for n in (LAYERS, 0))
+        return with_them.seconds - without.seconds
+
+    assert lost(LAYERS) > lost(0) + 1.0
+
+
 @pytest.mark.parametrize("more_bytes", [140, 200, 300])
 def test_states_and_activations_that_leave_are_chosen_together(more_bytes: int) -> None:
     machine = dataclasses.replace(MACHINE, host_step_parameters=3.0)

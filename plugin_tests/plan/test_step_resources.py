@@ -52,6 +52,17 @@ def test_work_that_follows_at_once_is_one_span() -> None:
     assert optimizer.end_beside(10.0, 1.0, 0.5) == 12.0
 
 
+def test_copies_of_steps_follow_each_other_and_what_waits_for_them_takes_the_gaps() -> None:
+    link = Link(100.0, 0.5, HostOptimizer())
+    assert link.copy_of_step(100, 1.0) == 3.0  # both ways at once, at half the speed
+    assert link.copy_of_step(50, 2.0) == 4.0
+    assert link.copy_of_step(50, 6.0) == 7.0
+    assert link.copy(300, 0.5) == 3.5, "one that is urgent waits for none"
+    assert link.copy(100, 3.5, steps_first=True) == 5.0
+    assert link.copy(150, steps_first=True) == 7.5, "one second before the last, half of one behind it"
+    assert link.busy == pytest.approx(2.0 + 1.0 + 1.0 + 3.0 + 1.0 + 1.5)
+
+
 def test_slots_take_turns_and_hold_what_used_them_last() -> None:
     link = Link(10.0, 1.0, HostOptimizer())
     slots = Slots(2, link)
