@@ -20,7 +20,7 @@ from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.kernels.device import StepKernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.kernels.moments import FloatMoments
-from megatrain_accelerate.store.host_memory import copy_bytes, copy_in_pieces
+from megatrain_accelerate.store.host_memory import copy_bytes
 from megatrain_accelerate.store.layout import FlatLayout, Share
 from megatrain_accelerate.store.segments import FlatStates, Segment, step_segments
 
@@ -96,7 +96,7 @@ class StepDevice:
 
     def _bring(self, gradients: torch.Tensor) -> None:
         with self.streams.on(self.streams.arriving_stream):
-            copy_in_pieces(self._next_buffer[: gradients.numel()], gradients)
+            self._next_buffer[: gradients.numel()].copy_(gradients, non_blocking=True)
             self._arrived_event.record(self.streams.arriving_stream)
         self._coming = gradients
 
@@ -191,7 +191,7 @@ class DeviceStates:
             own = FlatStates(share.begin, self._weights, self._residuals, self._moments, gradients, sums)
             step_segments(self._layout, own, segments, where.kernels)
             where.bring_next()
-            copy_in_pieces(host.weights[share.bytes], self._weights)
+            host.weights[share.bytes].copy_(self._weights, non_blocking=True)
 
     def leave(self, host: FlatStates) -> None:
         """Makes the share's residuals and moments on the host valid: they may be read and written until the next step."""

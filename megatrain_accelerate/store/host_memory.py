@@ -25,20 +25,6 @@ from megatrain_accelerate.units import MIB, format_bytes, round_up
 STAGED_BYTES = 32 * MIB
 """Of each of two buffers: a copy that takes a millisecond or more, beside which it costs nothing to issue it."""
 
-_PIECE_BYTES = 16 * MIB
-"""Of a copy that others needn't wait for: well below a millisecond."""
-
-
-def copy_in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Issues a copy between page-locked memory and the device in pieces: small copies that others issue meanwhile, of a batch
-    or a loss, wait for one of them, and not for all."""
-    if target.nbytes <= _PIECE_BYTES:
-        target.copy_(source, non_blocking=True)
-        return
-    rows = max(1, _PIECE_BYTES * len(target) // target.nbytes)
-    for there, here in zip(target.split(rows), source.split(rows), strict=True):
-        there.copy_(here, non_blocking=True)
-
 
 def _unregister(address: int, mapping: mmap.mmap) -> None:
     # `mapping` is held so that the pages are unmapped only after the driver let go of them.

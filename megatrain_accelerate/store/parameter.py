@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatrain_accelerate.kernels.moments import Moments
-from megatrain_accelerate.store.host_memory import copy_in_pieces
 from megatrain_accelerate.store.layout import FlatEntry, Share
 
 
@@ -88,7 +87,7 @@ class ParamHandle:
 
     def fill(self, weight: torch.Tensor) -> None:
         """Issues a copy of ``weight``, of the same shape and dtype, into the data; it doesn't count as a write."""
-        copy_in_pieces(self.parameter.data, weight)
+        self.parameter.data.copy_(weight, non_blocking=True)
 
     def give_back(self, data: torch.Tensor) -> None:
         """Makes ``data`` the parameter's, or the copy of another store that holds it."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatrain_accelerate.kernels.host import HostKernels
-from megatrain_accelerate.store.host_memory import copy_bytes, copy_in_pieces, copy_staged
+from megatrain_accelerate.store.host_memory import copy_bytes, copy_staged
 from megatrain_accelerate.transfer.streams import Immediate
 
 
@@ -69,21 +69,3 @@ def test_copies_within_the_host_need_no_buffer(kernels: HostKernels) -> None:
     target = torch.empty_like(source)
     copy_bytes(target, source, kernels)
     assert torch.equal(target, source)
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (5 * 16 * 2**20 + 7,), (2**21 + 3, 5, 4), (2, 20 * 2**20)], ids=str)
-def test_copies_in_pieces_have_every_byte_and_let_others_come_between(
-    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target = torch.randint(0, 255, shape, dtype=torch.uint8), torch.zeros(shape, dtype=torch.uint8)
-    issued, now = [], torch.Tensor.copy_
-
-    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        issued.append(source.nbytes)
-        return now(self, source, non_blocking)
-
-    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
-    copy_in_pieces(target, source)
-    assert torch.equal(target, source)
-    row_bytes = source[0].nbytes if source.ndim else 1
-    assert max(issued) <= max(16 * 2**20, row_bytes)
