@@ -375,7 +375,8 @@ class Engine:
                 self.runtime.calls.real = real_tokens(inputs)
             began, covered = time.perf_counter(), self.device_plan.made.planned
             self.device_plan.follow(model, inputs)
-            self.runtime.passes.is_together = self.runtime.prefetcher.gathers
+            if self.runtime.prefetcher.gathers:
+                self.runtime.passes.begin_together()
             if self.device_plan.made.planned is not covered:  # else ranks only waited for one another
                 self.runtime.meter.counters.plan_seconds += time.perf_counter() - began
             self.runtime.offloader.make_places(self.runtime.units)  # of what the plan leaves on the host

@@ -54,6 +54,7 @@ class Passes:
         self.is_together = False
         """Whether the forward in progress is one in which all ranks gather weights."""
         self._last_layer, self._groups = layers[-1], groups
+        self._groups_before = [group for group in groups if group.layers_before < len(layers)]
         self._prefetcher, self._offloader, self._watch, self._on_end = prefetcher, offloader, watch, on_end
         self._task: int | None = None
         """Autograd's number of the backward that is under way."""
@@ -68,6 +69,17 @@ class Passes:
         for order in (self.order, self._order_of_all):
             order.end_pass()
 
+    def begin_together(self) -> None:
+        """All ranks gather weights in this forward: those of residents before the layers first."""
+        self.is_together = True
+        self._gather(self._groups_before)
+
+    def _gather(self, groups: Sequence[ResidentGroup]) -> None:
+        if self._prefetcher.gather is not None:
+            self._prefetcher.issue_all()
+            for group in groups:
+                group.gather(self._prefetcher.gather)
+
     def record(self, layer: StreamedLayer) -> tuple[Tape, int, OpenForward]:
         """Notes a forward call that has a graph: returns its place, and a mark that the graph is to hold, to die with it."""
         tape, position = (self._order_of_all if self.is_together else self.order).record(layer.index)
@@ -78,6 +90,8 @@ class Passes:
     def wait_for_head(self, layer: StreamedLayer) -> None:
         """Some read the head's weight without calling the head (Liger, TRL): behind the last layer it must be valid."""
         if layer is self._last_layer:
+            if self.is_together:
+                self._gather(self._groups)
             for group in self._groups:
                 group.wait_for_step()
 

@@ -14,6 +14,7 @@ from megatrain_accelerate.kernels.device import device_kernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.store.unit import HostUnit
+from megatrain_accelerate.transfer.gather import Gather
 from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.transfer.prefetch import Prefetcher
 from megatrain_accelerate.transfer.streams import Streams
@@ -21,7 +22,7 @@ from megatrain_accelerate.transfer.streams import Streams
 
 class ResidentGroup:
     """One module's own parameters, outside all layers. The unit's weights on the host are the source of the device's copy
-    after each step, behind that of ``layers_before``."""
+    after each step, behind that of ``layers_before``; or several ranks gather what each has stepped on its device."""
 
     def __init__(self, name: str, unit: HostUnit, layers_before: int, *, streams: Streams, meter: Meter) -> None:
         self.name, self.unit, self.layers_before = name, unit, layers_before
@@ -30,14 +31,23 @@ class ResidentGroup:
         self._streams, self._meter = streams, meter
         self._params_copied_event = streams.event()
         self._device_weights: dict[int, torch.Tensor] = {}
+        self._buffer: torch.Tensor | None = None
+        """Of a group that several ranks share, and that lives on the host: the device's copy of its weights, flat."""
         self.show_device_weights()
 
     def show_device_weights(self) -> None:
         """The parameters' data and gradients are on the device, where they compute; called when the unit has moved, too."""
-        on_device = self.unit.is_on_device
-        for state in self.unit.states:
-            # Clones also where the device is the CPU: the device's copies and the host's must not be one there either.
-            weight = state.weight if on_device else self.unit.weight_on(self._streams.device, state)
+        on_device, device = self.unit.is_on_device, self._streams.device
+        self._buffer = None
+        self._is_stale = self._is_ungathered = False
+        # Clones also where the device is the CPU: the device's copies and the host's must not be one there either.
+        if on_device:
+            weights = [state.weight for state in self.unit.states]
+        elif self.unit.shared is None:
+            weights = [self.unit.weight_on(device, state) for state in self.unit.states]
+        else:
+            self._buffer, weights = self.unit.weights_on(device)
+        for state, weight in zip(self.unit.states, weights, strict=True):
             self._device_weights[id(state)] = weight
             is_sum, gradient = state.handle.has_fp32_sum, state.parameter.grad
             state.handle.set_gradient(None)
@@ -54,6 +64,8 @@ class ResidentGroup:
         """Kernels issued after this call read the stepped weights. Raises if the step failed."""
         start = time.perf_counter()
         self._meter.wait_for_step(self.name, self.gate)
+        if self._is_stale:
+            self.push_weights(self.announce_push())
         if self._params_copied_event.query():
             return
         late_ms = 1e3 * (time.perf_counter() - start)
@@ -62,14 +74,41 @@ class ResidentGroup:
 
     def announce_push(self) -> Any:
         """Called when a step is taken: counts the copies to come; returns the event for :meth:`push_weights`."""
-        self.unit.register_weights()
-        readers_finished_event = self._streams.event()
-        readers_finished_event.record(self._streams.compute_stream)
         self._meter.counters.h2d_bytes += self.device_bytes
-        return readers_finished_event
+        return self._readers_finished_event()
+
+    def _readers_finished_event(self) -> Any:
+        self.unit.register_weights()
+        event = self._streams.event()
+        event.record(self._streams.compute_stream)
+        return event
+
+    def note_ungathered(self) -> None:
+        """Called instead when a step is taken on the devices of several ranks, of which each has a part of the new weights."""
+        self._is_stale = self._is_ungathered = True
+
+    def gather(self, gather: Gather) -> None:
+        """All ranks gather the weights of a step that :meth:`note_ungathered` told of, together, whether or not this rank has
+        copied them from the host since."""
+        if not self._is_ungathered or self._buffer is None:
+            return
+        self._meter.wait_for_step(self.name, self.gate)
+        h2d_stream, readers_finished_event = self._streams.h2d_stream, self._readers_finished_event()
+        with torch.no_grad(), self._streams.on(h2d_stream), named_range(f"megatrain::gather_weights ({self.name})"):
+            # WAR: kernels issued before read the old weights.
+            h2d_stream.wait_event(readers_finished_event)
+            copied = gather.fetch(self.unit, self._buffer, self._bytes_of, self.name, self._meter, h2d_stream)
+            self._params_copied_event.record(h2d_stream)
+        self._meter.counters.h2d_bytes += copied
+        self._is_stale = self._is_ungathered = False
+
+    def _bytes_of(self, begin: int, end: int) -> torch.Tensor:
+        assert self._buffer is not None
+        return self._buffer[begin:end]
 
     def push_weights(self, readers_finished_event: Any) -> None:
-        """Issues the copies of the host's weights. Called by the step worker, after the step."""
+        """Issues the copies of the host's weights. Called by the step worker after the step, or when they are needed."""
+        self._is_stale = False
         h2d_stream = self._streams.h2d_stream
         with torch.no_grad(), self._streams.on(h2d_stream), named_range(f"megatrain::push_weights ({self.name})"):
             # WAR: kernels issued before the step read the old weights.

@@ -159,6 +159,8 @@ class StreamingRuntime:
             self.passes.order,
         )
         self.states_on_device = StatesOnDevice(streams, worker, kernels, shared)
+        self.steps_groups_on_device = False
+        """Whether groups live on the host and are stepped on the devices: of small ones some ranks have no share."""
         if streams.is_cuda:  # else each of its launches would go by the first GPU, with a context there
             worker.submit("the device", functools.partial(torch.cuda.set_device, streams.h2d_stream.device_index))
         _running.add(self)
@@ -417,6 +419,7 @@ class StreamingRuntime:
         targets: list[tuple[Part, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
         targets += [(group, groups_on_device) for group in self.groups]
         stepped: list[Part] = [layer for layer in self.layers if layer.index in states_on_device]
+        self.steps_groups_on_device = bool(stepped) and not groups_on_device
         stepped += self.groups if stepped else []
         whole = {id(part) for part, comes in targets if comes}
         shares = [part.unit for part in stepped if id(part) not in whole and part.unit.share.begin < part.unit.share.end]

@@ -253,7 +253,8 @@ class FusedStep(HostStep):
         meter, on_device, states = self.runtime.meter, self.runtime.states_on_device, unit.device_states
         if states is not None:
             states.refuse_written(unit.name, [view for state, _ in steps for view in views_of(state).values()])
-        readers_finished_event = group.announce_push() if group is not None else None
+        is_gathered = self.runtime.steps_groups_on_device and self.runtime.prefetcher.gathers
+        readers_finished_event = group.announce_push() if group is not None and not is_gathered else None
         # In backward gradients may still be added up by the worker; step() checks those.
         written = [] if before is not None else [state for state, _ in steps]
         versions = _versions(written)
@@ -271,7 +272,7 @@ class FusedStep(HostStep):
             _refuse_written(unit, written, versions)
             if shared is not None:
                 shared.note_applied()
-            if group is not None:
+            if group is not None and not is_gathered:
                 if of_all is not None:
                     of_all.wait()
                 group.push_weights(readers_finished_event)
@@ -283,6 +284,8 @@ class FusedStep(HostStep):
         of_all = None if shared is None else shared.next_step(unit.name)
         own = self.runtime.worker.submit(f"step ({unit.name})", work)
         (experts or part).gate.close_until(own, *([] if of_all is None else [of_all]))
+        if group is not None and is_gathered:
+            group.note_ungathered()
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:

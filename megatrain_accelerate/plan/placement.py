@@ -192,11 +192,19 @@ class Model:
         """What a layer's fetch costs, in bytes that the link could copy meanwhile. Where the layer's states are on the devices
         the parts are, too, and are only gathered. Not where ranks gather other parts than they step: with frozen parameters,
         and on several machines."""
-        share, unit = self.fetch_share, self.layers[layer]
-        is_there = layer in placement.states_on_device and unit.gradient_bytes == unit.weight_bytes and self.machines == 1
-        if share < 1.0 and is_there:
-            share = max(0.0, share - 1 / self.ranks)
-        return int(share * unit.weight_bytes)
+        unit = self.layers[layer]
+        if layer in placement.states_on_device and self.gathers_states and unit.gradient_bytes == unit.weight_bytes:
+            return self.gathered_bytes(unit)
+        return int(self.fetch_share * unit.weight_bytes)
+
+    @property
+    def gathers_states(self) -> bool:
+        """Whether ranks gather weights from the devices that have their states."""
+        return self.fetch_share < 1.0 and self.machines == 1
+
+    def gathered_bytes(self, unit: UnitSizes) -> int:
+        """What the link could copy while ranks gather a unit's weights whose parts are on their devices."""
+        return int(max(0.0, self.fetch_share - 1 / self.ranks) * unit.weight_bytes)
 
     def moved_bytes(self, placement: Placement) -> int:
         """Host memory that units give up which the placement moves to the device; of several ranks, what each gets of it."""

@@ -368,9 +368,13 @@ class _Pipeline:
         device. These are issued when a step is over, while layers are stepped."""
         if self.placement.groups_on_device:
             return now
-        comes = bool(self.placement.states_on_device)
-        push = self.h2d.copy_of_step if comes else self.h2d.copy_between
-        return max((push(unit.weight_bytes, self._step_unit(unit, now, comes)) for unit in units), default=now)
+        comes, model = bool(self.placement.states_on_device), self.model
+        stepped = [(unit, self._step_unit(unit, now, comes)) for unit in units]
+        if comes and model.gathers_states:
+            for unit, _ in stepped:
+                self.compute.work(model.gathered_bytes(unit) / self.machine.h2d_bytes)
+            return max((at for _, at in stepped), default=now)
+        return max((self.h2d.copy_between(unit.weight_bytes, at) for unit, at in stepped), default=now)
 
 
 class _ActivationCopies:

@@ -15,7 +15,7 @@ from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.kernels.moments import Moments, moment_bytes, moments_within
 from megatrain_accelerate.store.device_states import DeviceStates
 from megatrain_accelerate.store.host_memory import DeviceMemory, HostMemory, copy_bytes
-from megatrain_accelerate.store.layout import ExpertRange, FlatEntry, FlatLayout, ParameterSpec
+from megatrain_accelerate.store.layout import ExpertRange, FlatEntry, FlatLayout, ParameterSpec, part_bytes
 from megatrain_accelerate.store.parameter import ParameterState, ParamHandle
 from megatrain_accelerate.store.segments import FlatStates
 from megatrain_accelerate.store.shared_store import SharedStore, SharedUnit
@@ -175,6 +175,14 @@ class HostUnit:
         weight = torch.empty_like(state.weight, device=device)
         copy_bytes(weight, state.weight, self._host_kernels)
         return weight
+
+    def weights_on(self, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The same of all parameters that ranks share: a flat buffer, with room for equal parts of all, and its views."""
+        assert self.shared is not None
+        ranks = self.shared.ranks.size
+        buffer = torch.empty(ranks * part_bytes(self.layout.weight_bytes, ranks), dtype=torch.uint8, device=device)
+        copy_bytes(buffer[: self.layout.weight_bytes], self.weights, self._host_kernels)
+        return buffer, [view.data for view in self.layout.views(buffer)]
 
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
         """Sets a parameter's master, and so its weight, from any floating ``value`` of its shape; else a ``StateError``. An

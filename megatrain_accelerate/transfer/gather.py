@@ -13,6 +13,9 @@ that use nothing but what all ranks have alike:
 - **What is there.** A slot notes what was gathered into it last, and when a gathered layer was last used there. Whether a
   layer is there, and which slot is overwritten, these notes decide, which nothing that a rank does alone changes. A rank that
   has copied something else over what was gathered copies that layer again, whole and alone.
+- **Residents**, whose states are on the devices, are gathered into their own memory at two places that all ranks pass: those
+  before the layers when the forward begins, the others when the last layer is called. A rank that needs their weights for
+  something else before copies them whole, and gathers them all the same.
 - **Which slots.** Layers that one rank holds for its evaluations, in slots of their own, are let go of before. When a plan was
   made, by which layers may have moved, nothing counts as gathered.
 - **When.** A step may be applied for one rank and not yet for another. So slots are chosen whether it is or not, and gathers
@@ -34,6 +37,8 @@ from megatrain_accelerate.parallel.order_check import OrderCheck
 from megatrain_accelerate.parallel.ranks import MEETING_SECONDS, Ranks
 from megatrain_accelerate.parallel.shared_file import SharedFile
 from megatrain_accelerate.store.layout import part_bytes, part_of
+from megatrain_accelerate.store.unit import BytesOf, HostUnit
+from megatrain_accelerate.transfer.meter import Cause, Meter
 
 # The name of torch 2.13, which warns of the older one.
 all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -53,12 +58,20 @@ class Gather:
         """What a slot needs for weights of this size: equal parts, of which the last may not be filled."""
         return self._ranks.size * part_bytes(size_bytes, self._ranks.size)
 
-    def part(self, size_bytes: int) -> slice:
-        """Where this rank's part of so many bytes lies."""
-        return part_of(size_bytes, self._ranks.rank, self._ranks.size)
+    def fetch(self, unit: HostUnit, buffer: torch.Tensor, of_buffer: BytesOf, name: str, meter: Meter, stream: Any) -> int:
+        """Issues the copies of this rank's part of a unit's weights to a flat buffer, and what makes it all parts, on the
+        ``stream``, which is current. Returns the bytes that come from the host."""
+        size_bytes, ranks = unit.layout.weight_bytes, self._ranks
+        pieces, copied_bytes = unit.pieces_of_part(part_of(size_bytes, ranks.rank, ranks.size), of_buffer)
+        with meter.copying(Cause.H2D, copied_bytes):
+            for source, target in pieces:
+                target.copy_(source, non_blocking=True)
+        if unit.device_states is not None:
+            unit.device_states.read_event.record(stream)
+        self._run(buffer, size_bytes, name)
+        return copied_bytes
 
-    def run(self, buffer: torch.Tensor, size_bytes: int, name: str) -> None:
-        """The parts that the ranks have of a slot's buffer become those of all, on the current stream."""
+    def _run(self, buffer: torch.Tensor, size_bytes: int, name: str) -> None:
         self._order.enter(name)
         part = part_bytes(size_bytes, self._ranks.size)
         own = buffer[self._ranks.rank * part : (self._ranks.rank + 1) * part]

@@ -30,7 +30,7 @@ class Prefetcher:
     def __init__(
         self, layers: Sequence[Fetched], slots: int, streams: Streams, meter: Meter, gather: Gather | None = None
     ) -> None:
-        self._layers, self._gather = layers, gather
+        self._layers, self.gather = layers, gather
         self.gathers = False
         """Whether training passes fetch together; set by the plan, on all ranks."""
         self._streams = streams
@@ -311,27 +311,20 @@ class Prefetcher:
         unit.register_weights()  # the first time: what moves to the device before is never registered
         refused_at = self._refused_at.pop(index, None)
         slot.late_ms = 0.0 if refused_at is None else 1e3 * (time.perf_counter() - refused_at)
-        size_bytes = copied_bytes = unit.layout.weight_bytes
-        gather, states = self._gather if together else None, None
-        if gather is None:
-            pieces = unit.pieces(slot.bytes_of)
-        else:
-            assert isinstance(unit, HostUnit)
-            pieces, copied_bytes = unit.pieces_of_part(gather.part(size_bytes), slot.bytes_of)
-            states = unit.device_states
+        copied_bytes = unit.layout.weight_bytes
         if index in self.own_slots:  # all_held() may have given it out, and its readers don't tell when they are done
             slot.compute_finished_event.record(self._streams.compute_stream)
         h2d_stream = self._streams.h2d_stream
         with self._streams.on(h2d_stream), named_range(f"megatrain::prefetch ({layer.name})"):
             # WAR: kernels of the layer that the slot held may still read it.
             h2d_stream.wait_event(slot.compute_finished_event)
-            with self._meter.copying(Cause.H2D, copied_bytes):
-                for source, target in pieces:
-                    target.copy_(source, non_blocking=True)
-            if states is not None:
-                states.read_event.record(h2d_stream)
-            if gather is not None:
-                gather.run(slot.buffer, size_bytes, layer.name)
+            if together and self.gather is not None:
+                assert isinstance(unit, HostUnit)
+                copied_bytes = self.gather.fetch(unit, slot.buffer, slot.bytes_of, layer.name, self._meter, h2d_stream)
+            else:
+                with self._meter.copying(Cause.H2D, copied_bytes):
+                    for source, target in unit.pieces(slot.bytes_of):
+                        target.copy_(source, non_blocking=True)
             slot.params_copied_event.record(h2d_stream)
         self._last_copied_event = slot.params_copied_event
         slot.holder = (index, unit.version)
