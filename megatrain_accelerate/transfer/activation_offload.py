@@ -277,14 +277,9 @@ class ActivationOffloader:
     def copy(self, block: HostBlock, storage: torch.UntypedStorage, to_host: bool) -> None:
         """Issues the copies between a block on the host and memory on the device."""
         flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-        offset = 0
-        for part in block:
-            on_device = flat[offset : offset + part.numel()]
-            if to_host:
-                part.copy_(on_device, non_blocking=True)
-            else:
-                on_device.copy_(part, non_blocking=True)
-            offset += part.numel()
+        for part, on_device in zip(block, flat.split([part.numel() for part in block]), strict=True):
+            target, source = (part, on_device) if to_host else (on_device, part)
+            target.copy_(source, non_blocking=True)
 
     def close(self) -> None:
         """Gives up what is on the device, and unregisters the host memory."""

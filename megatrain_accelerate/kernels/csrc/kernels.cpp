@@ -156,13 +156,14 @@ MEGATRAIN_EXPORT void megatrain_accumulate(Kernels* kernels, void* sum, int16_t*
   const Bf16Array addend{static_cast<uint16_t*>(source)};
   const SumArray split{halves.values, lo};
   if (element_bytes == 4) {
-    kernels->run(AddJob<FloatArray, FloatArray, FloatArray>{floats, {static_cast<float*>(source)}, floats}, count);
+    const FloatArray others{static_cast<float*>(source)};
+    kernels->run(ConvertJob<Added<FloatArray, FloatArray>, FloatArray>{{floats, others}, floats}, count);
   } else if (lo == nullptr) {
-    kernels->run(AddJob<Bf16Array, Bf16Array, Bf16Array>{halves, addend, halves}, count);
+    kernels->run(ConvertJob<Added<Bf16Array, Bf16Array>, Bf16Array>{{halves, addend}, halves}, count);
   } else if (has_residual != 0) {
-    kernels->run(AddJob<SumArray, Bf16Array, SumArray>{split, addend, split}, count);
+    kernels->run(ConvertJob<Added<SumArray, Bf16Array>, SumArray>{{split, addend}, split}, count);
   } else {
-    kernels->run(AddJob<Bf16Array, Bf16Array, SumArray>{halves, addend, split}, count);
+    kernels->run(ConvertJob<Added<Bf16Array, Bf16Array>, SumArray>{{halves, addend}, split}, count);
   }
 }
 
