@@ -292,8 +292,8 @@ class Engine:
         parts["residuals"] *= self._holds_masters
         own = anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
         remedy = BF16_REMEDY if fp32_sums else ""
-        keeps_gradients = fp32_sums or self._rank_count > 1
-        remedy += settings_that_take_less(self.config, keeps_gradients=keeps_gradients) if training else ""
+        if training:
+            remedy += settings_that_take_less(self.config, keeps_gradients=fp32_sums or self._rank_count > 1)
         freed = own + self._freed_bytes
         require_host_bytes(parts, self.config.host_memory_gib, freed=freed, remedy=remedy, ranks=self._rank_count)
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
@@ -301,7 +301,7 @@ class Engine:
 
     def _planned_bytes(self, layouts: list[FlatLayout], training: bool = True, fp32_sums: bool = False) -> dict[str, int]:
         passing = self._streamed_units if self.config.passes_gradients else 0
-        return planned_host_bytes(layouts, training, fp32_sums, passing, _MOMENTS[self.config.moments_dtype])
+        return planned_host_bytes(layouts, _MOMENTS[self.config.moments_dtype], training, fp32_sums, passing)
 
     def _drain_for_copy(self) -> None:
         self.runtime.drain()
@@ -317,15 +317,13 @@ class Engine:
             # Whoever reads the weights as a whole sees all steps that were taken.
             self._handles.append(module.register_state_dict_pre_hook(ModelHook(self.runtime.drain)))
             self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(self.runtime.begin_loading)))
-        for layer in self.runtime.layers:
-            owner, _, key = layer.name.rpartition(".")
-            if key:
-                self._places.setdefault(owner, []).append(("_modules", key, layer.module, f"layer {layer.name}"))
         in_layers = {id(state.parameter) for at in (*self.runtime.layers, *self.runtime.experts) for state in at.unit.states}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if id(parameter) not in in_layers:
+        outside = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in in_layers]
+        layers = [(layer.name, layer.module) for layer in self.runtime.layers if layer.name]
+        for kind, registry, held in (("layer", "_modules", layers), ("parameter", "_parameters", outside)):
+            for name, adopted in held:
                 owner, _, key = name.rpartition(".")
-                self._places.setdefault(owner, []).append(("_parameters", key, parameter, f"parameter {name}"))
+                self._places.setdefault(owner, []).append((registry, key, adopted, f"{kind} {name}"))
         for module in caching_modules(model, [layer.module for layer in self.runtime.layers]):
             hook = ModelHook(decide_against_a_cache, with_arguments=True, runs_dry=True)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))

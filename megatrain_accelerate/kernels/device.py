@@ -80,12 +80,6 @@ class DeviceKernels:
         from megatrain_accelerate.kernels import triton_adamw
 
         self._triton: Any = triton_adamw
-        # It takes 0.4 s, less than what comes before the first step.
-        threading.Thread(target=triton_adamw.hash_triton, name="megatrain-hash-triton", daemon=True).start()
-
-    def adamw(self, *step: Any, **others: Any) -> None:
-        """Takes what a :class:`ParameterStep` is made of."""
-        self.adamw_of_many([ParameterStep(*step, **others)])
 
     def adamw_of_many(self, steps: Sequence[ParameterStep]) -> None:
         """Steps all parameters by one kernel for each set of constants and dtypes: a launch takes longer than most steps."""
@@ -112,8 +106,7 @@ class DeviceKernels:
             chunks += -(-step.weight.numel() // _CHUNK)
         aligned = not any(address % 16 for row in rows for address in row[:6])
         table = torch.tensor(rows, dtype=torch.int64, pin_memory=True).to(first.weight.device, non_blocking=True)
-        chunks_of_row = (table[:, 6] + (_CHUNK - 1)) // _CHUNK
-        row_of_chunk = torch.repeat_interleave(chunks_of_row, output_size=chunks)
+        row_of_chunk = torch.repeat_interleave((table[:, 6] + (_CHUNK - 1)) // _CHUNK, output_size=chunks)
         self._triton.adamw[(chunks,)](
             table,
             row_of_chunk,

@@ -82,8 +82,6 @@ class AdamArguments:
     @functools.cached_property
     def constants(self) -> AdamConstants:
         """The scalars of the loop, in double precision in the order of ``torch/optim/adam.py``, then rounded once."""
-        bias_correction1 = 1 - self.beta1**self.step
-        bias_correction2 = 1 - self.beta2**self.step
         return AdamConstants(
             gradient_factor=-self.clip_factor if self.maximize else self.clip_factor,
             decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
@@ -91,9 +89,9 @@ class AdamArguments:
             one_minus_beta1=1 - self.beta1,
             beta2=self.beta2,
             one_minus_beta2=1 - self.beta2,
-            correction2_sqrt=bias_correction2**0.5,
+            correction2_sqrt=(1 - self.beta2**self.step) ** 0.5,
             eps=self.eps,
-            negative_step_size=-(self.lr / bias_correction1),
+            negative_step_size=-(self.lr / (1 - self.beta1**self.step)),
         )
 
 

@@ -232,8 +232,7 @@ class FusedStep(HostStep):
             if (key := (id(group), number, factor)) not in shared:
                 values = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
                 lr, beta1, beta2, eps, decay = map(float, values)
-                decoupled = self._is_adamw or bool(group.get("decoupled_weight_decay"))
-                maximize = bool(group["maximize"])
+                decoupled, maximize = self._is_adamw or bool(group.get("decoupled_weight_decay")), bool(group["maximize"])
                 arguments = AdamArguments(lr, beta1, beta2, eps, decay, number, factor, decoupled, maximize)
                 shared[key] = equal.setdefault(arguments, arguments)
             steps.append((state, shared[key]))
@@ -400,8 +399,7 @@ class FusedStep(HostStep):
         ]
         if not found:
             return False
-        states = self._optimizer.state
-        entries = [self._entry(states, state) for state, _ in found]
+        entries = [self._entry(self._optimizer.state, state) for state, _ in found]
         steps = self._steps(found, _next_steps(entries), {})
         torch._foreach_add_([entry["step"] for entry in entries], 1)
         rows = [state.row for state, _ in steps]

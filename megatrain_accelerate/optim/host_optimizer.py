@@ -99,8 +99,7 @@ def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) ->
         shown = shown_in_fp32(kept["state"], runtime.config.host_memory_gib)
         states = defaultdict(dict, {key: without_residual(entry) for key, entry in shown.items()})
         # torch's own class by a function of Python's own: a pickle must load where this package isn't.
-        made = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
-        return *made, {**kept, "state": states}
+        return copyreg._reconstructor, (original, object, None), {**kept, "state": states}  # type: ignore[attr-defined]
 
     hooked_step = Optimizer.profile_hook_step(step)  # step hooks of users fire as for any optimizer
     hooked_step.hooked = True  # type: ignore[attr-defined]

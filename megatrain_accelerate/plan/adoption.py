@@ -95,8 +95,7 @@ def compute_dtypes(model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
                 f"parameter {name} has dtype {parameter.dtype}; only float32 and bfloat16 weights can be trained with fp32 "
                 "masters. Load the model with dtype=torch.bfloat16 or torch.float32 (fp16 and quantised weights are refused)"
             )
-        rounds = bf16 and id(parameter) not in own
-        dtypes[id(parameter)] = torch.bfloat16 if rounds else _loaded_dtype(parameter)
+        dtypes[id(parameter)] = torch.bfloat16 if bf16 and id(parameter) not in own else _loaded_dtype(parameter)
     return dtypes
 
 

@@ -478,8 +478,7 @@ class DevicePlan:
                 except torch.OutOfMemoryError:
                     if self._compiles_after is None:
                         raise
-                compiles = self._compiles_after is not None
-                if measured is None or (compiles and not self.search_for(measured[1]).something_fits):
+                if measured is None or (self._compiles_after is not None and not self.search_for(measured[1]).something_fits):
                     self._run_layers(compiled=True)  # which takes less memory, so that the first step is compiled too
                     return self.foresee(model, inputs)
                 self._measured_steps[self._way_of(inputs)] = measured

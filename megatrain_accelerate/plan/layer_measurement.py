@@ -244,9 +244,8 @@ class _Measurement:
         times_attention: bool,
         is_plain: bool,
     ) -> None:
-        limit_bytes = runtime.config.gpu_memory_bytes
         self.forward, self.kept_forward, self._recompute, self.backward = (
-            _Stopwatch(runtime.streams.device, limit_bytes) for _ in range(4)
+            _Stopwatch(runtime.streams.device, runtime.config.gpu_memory_bytes) for _ in range(4)
         )
         self.given_up_bytes = 0
         """Of what the layer returns and its graph doesn't hold."""

@@ -112,8 +112,8 @@ class FlatLayout:
         views = []
         for entry in self.trainable_entries if trainable_only else self.entries:
             size = entry.spec.numel * entry.spec.dtype.itemsize
-            flat = buffer[entry.weight_offset : entry.weight_offset + size].view(entry.spec.dtype)
-            views.append(flat.view(entry.spec.shape))
+            flat = buffer[entry.weight_offset : entry.weight_offset + size]
+            views.append(flat.view(entry.spec.dtype).view(entry.spec.shape))
         return views
 
 

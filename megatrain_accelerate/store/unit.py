@@ -93,9 +93,8 @@ class HostUnit:
         """Flat moments of the fused optimizer. None before they are made."""
         self.passes_gradients = False
         """Whether gradients have no memory here: :attr:`gradients` is then the buffer that they came in last."""
-        shared = None if self.shared is None else self.share
         self.states = [
-            ParameterState(ParamHandle(parameter), entry, parameter.data, share=shared)
+            ParameterState(ParamHandle(parameter), entry, parameter.data, share=None if store is None else self.share)
             for (_, parameter), entry in zip(parameters, self.layout.entries, strict=True)
         ]
         self._make("weights", touch=False)
@@ -267,9 +266,7 @@ class HostUnit:
         if gradients is None:
             return [(self.weights, of_slot(0, self.layout.weight_bytes))]
         place = self.share.bytes
-        if (place.start, place.stop) != (0, gradients.numel()):
-            gradients = gradients[place]
-        return [(gradients, of_slot(place.start, place.stop))]
+        return [(gradients[place], of_slot(place.start, place.stop))]
 
     def pieces_of_part(self, part: slice, of_slot: BytesOf) -> tuple[list[tuple[torch.Tensor, ...]], int]:
         """As :meth:`pieces` of a part of the weights in bytes, and how many of these come from the host: those that don't lie
@@ -403,11 +400,7 @@ def sizes_by_kind(layout: FlatLayout, moments_dtype: torch.dtype) -> dict[str, i
 
 
 def planned_host_bytes(
-    layouts: Iterable[FlatLayout],
-    training: bool,
-    fp32_sums: bool = False,
-    passing: int = 0,
-    moments_dtype: torch.dtype = torch.float32,
+    layouts: Iterable[FlatLayout], moments_dtype: torch.dtype, training: bool, fp32_sums: bool = False, passing: int = 0
 ) -> dict[str, int]:
     """Bytes that units of these layouts will take with the fused optimizer, by what they hold. ``training``: whether there are
     gradients and moments. ``passing``: how many of the first units have gradients that pass."""

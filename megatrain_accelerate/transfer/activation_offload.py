@@ -50,7 +50,7 @@ class _Parcel:
         self.on_device: torch.UntypedStorage | None = source.untyped_storage()
         """The storage itself until its copy out is over; in backward what came back; else None."""
         self.size_bytes = self.on_device.nbytes()
-        self.block: HostBlock | None = None
+        self.block: HostBlock = []
         self.last_copy_event: Any = None
         """Over when no copy uses the host memory any more."""
         self.arrival: _Arrival | None = None
@@ -72,7 +72,7 @@ class _Parcel:
         if self.arrival is not None and not self.arrival.is_waited_for:
             # A backward that ended early: the copy back may still write the memory.
             self.offloader.strays.append((self.arrival, self.on_device))
-        if self.block is not None:
+        if self.block:
             self.offloader.pool.give_back(self.block, self.last_copy_event)
 
 
@@ -213,7 +213,6 @@ class ActivationOffloader:
             # RAW: the copies must see the finished activations.
             d2h_stream.wait_event(made_event)
             for parcel in parcels:
-                assert parcel.block is not None
                 assert parcel.on_device is not None
                 self.copy(parcel.block, parcel.on_device, to_host=True)
             copied_event.record(d2h_stream)
@@ -268,7 +267,6 @@ class ActivationOffloader:
             for copied_event in {id(p.last_copy_event): p.last_copy_event for p in parcels}.values():
                 h2d_stream.wait_event(copied_event)
             for parcel, storage in zip(parcels, storages, strict=True):
-                assert parcel.block is not None
                 parcel.on_device, parcel.arrival, parcel.last_copy_event = storage, arrival, arrived_event
                 self.copy(parcel.block, storage, to_host=False)
             arrived_event.record(h2d_stream)
