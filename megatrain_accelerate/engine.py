@@ -431,8 +431,7 @@ class Engine:
 
     def bring_states(self) -> None:
         """The same of the residuals and moments on the host, too."""
-        self.drain()
-        self.runtime.states_on_device.bring()
+        self.runtime.bring_states()
 
     def host_bytes_by_kind(self) -> dict[str, int]:
         """Bytes of the host store now, by what they hold; nothing for units that live on the device."""
@@ -461,7 +460,7 @@ class Engine:
             with contextlib.suppress(StepWorkerError, StateError, UnsupportedError):
                 part.refresh_if_written()
         self._detach((*self.runtime.layers, *self.runtime.experts))
-        self.device_plan.end()
+        self.device_plan.use_cudnn(True)
         self.runtime.close()
         self.kernels.close()
         for model in [model for model, engine in _engines.items() if engine is self]:

@@ -117,13 +117,9 @@ class HostKernels:
 
     def __init__(self, threads: int | None = None, instruction_set: str | None = None) -> None:
         self.threads = default_thread_count() if threads is None else threads
-        if self.threads < 1:
-            raise ConfigError(f"HostKernels needs at least 1 thread, got {self.threads}")
-        self._library = _load_library()
+        self._library = _library(LIBRARY_PATH)
         best: int = self._library.megatrain_best_instruction_set()
         self.instruction_set = instruction_set or INSTRUCTION_SETS[best]
-        if self.instruction_set not in INSTRUCTION_SETS:
-            raise KernelError(f"instruction_set must be one of {', '.join(INSTRUCTION_SETS)}; got {instruction_set!r}")
         chosen = INSTRUCTION_SETS.index(self.instruction_set)
         if chosen > best:
             raise KernelError(f"this machine can't run {instruction_set!r} kernels; its best are {INSTRUCTION_SETS[best]!r}")
@@ -195,9 +191,8 @@ class HostKernels:
 
     def accumulate(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """``dst += src``, both (N) bfloat16 or both (N) float32; in bfloat16 with the rounding of torch's ``add_``."""
-        if dst.dtype not in (torch.bfloat16, torch.float32):
-            raise KernelError(f"accumulate: dst must be torch.bfloat16 or torch.float32, got {dst.dtype}")
-        self._call("accumulate", dst.itemsize, 0, dst=(dst, dst.dtype), residual=(None, _INT16), src=(src, dst.dtype))
+        dtype = _BF16 if dst.dtype == _BF16 else torch.float32
+        self._call("accumulate", dtype.itemsize, 0, dst=(dst, dtype), residual=(None, _INT16), src=(src, dtype))
 
     def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
         """``sum += src`` in fp32; ``csrc/split_master.h`` has the arithmetic. The sum is join(hi, residual), (N) bfloat16 and
@@ -207,10 +202,8 @@ class HostKernels:
     def square_sum(self, values: torch.Tensor, residual: torch.Tensor | None = None) -> float:
         """The sum of squares of (N) bfloat16 or (N) float32 values, or with (N) int16 ``residual`` of the fp32 values that it
         and bfloat16 ``values`` stand for; added up in double precision in a fixed order."""
-        if values.dtype not in (torch.bfloat16, torch.float32):
-            raise KernelError(f"square_sum: values must be torch.bfloat16 or torch.float32, got {values.dtype}")
-        dtype = values.dtype if residual is None else _BF16
-        return float(self._call("square_sum", values.itemsize, values=(values, dtype), residual=(residual, _INT16)))
+        dtype = _BF16 if residual is not None or values.dtype == _BF16 else torch.float32
+        return float(self._call("square_sum", dtype.itemsize, values=(values, dtype), residual=(residual, _INT16)))
 
     def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
         """Writes the split of (N) float32 masters to (N) bfloat16 ``hi`` and (N) int16 ``residual``."""
@@ -261,16 +254,17 @@ class HostKernels:
 def memory_fence() -> None:
     """What this thread has written before is seen by whoever sees what it writes after, in other processes too; and what it
     reads after isn't older than what it has read before."""
-    _library().megatrain_fence()
+    _library(LIBRARY_PATH).megatrain_fence()
 
 
-def _load_library() -> Any:
-    """Opens the library, of which the loader keeps one copy a process. A ``KernelError`` where the file is missing, can't be
-    loaded, or is of another version than this file."""
-    if not LIBRARY_PATH.exists():
-        raise KernelError(f"the compiled host kernels are missing: no file {LIBRARY_PATH}. Remedy: {_REBUILD}")
+@functools.cache
+def _library(path: pathlib.Path) -> Any:
+    """Opens the library. A ``KernelError`` where the file is missing, can't be loaded, or is of another version than this
+    file."""
+    if not path.exists():
+        raise KernelError(f"the compiled host kernels are missing: no file {path}. Remedy: {_REBUILD}")
     try:
-        library = ctypes.CDLL(str(LIBRARY_PATH))
+        library = ctypes.CDLL(str(path))
         version = library.megatrain_interface_version()
     except (OSError, AttributeError) as error:
         raise KernelError(f"the compiled host kernels can't be loaded: {error}. Remedy: {_REBUILD}") from error
@@ -282,6 +276,3 @@ def _load_library() -> Any:
     library.megatrain_create.restype = ctypes.c_void_p
     library.megatrain_square_sum.restype = ctypes.c_double
     return library
-
-
-_library = functools.cache(_load_library)

@@ -84,9 +84,8 @@ def _step_on_device(units: Iterable[tuple[HostUnit, Sequence[Step]]]) -> None:
         assert gradient is not None
         assert state.moments is not None
         of_sum = state.gradient_residual if state.handle.has_fp32_sum else None
-        first = state.entry.state_offset or 0
         tensors = (state.weight, state.residual, state.moments, gradient.contiguous())
-        found.append(ParameterStep(*tensors, arguments, of_sum, first))
+        found.append(ParameterStep(*tensors, arguments, of_sum, state.entry.state_offset or 0))
     if stepped:
         stepped[0][0].kernels.adamw_of_many(found)
     for unit, steps in stepped:
@@ -111,7 +110,9 @@ class FusedStep(HostStep):
         # Views of an earlier engine's store would keep all of it.
         idle = [p for p in parameters_of(optimizer) if not runtime.trains(p) and id(p) in self._trained_before]
         own_copies([optimizer.state.get(parameter) for parameter in idle], runtime.config.host_memory_gib)
-        self.set_schedule(schedule)
+        self.schedule = schedule
+        self.then: str | None = None
+        """The schedule from the next :meth:`step` on, if it is another."""
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -155,15 +156,10 @@ class FusedStep(HostStep):
         entry.update(views_of(state))
         self._shown.add(id(state.parameter))
 
-    def set_schedule(self, schedule: str, then: str | None = None) -> None:
-        """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or ``serial``; and by
-        ``then`` from the next :meth:`step` on, if it is another."""
-        self.schedule, self._then = schedule, then
-
     @property
     def steps_in_backward(self) -> bool:
         """Whether layers are stepped in backward, now or from the next :meth:`step` on."""
-        return "backward" in (self.schedule, self._then)
+        return "backward" in (self.schedule, self.then)
 
     def retire(self, why: str, copies: bool = False) -> None:
         super().retire(why, copies)
@@ -294,8 +290,7 @@ class FusedStep(HostStep):
         if runtime.ranks is not None:
             runtime.ranks.meet("optimizer.step()")  # WAR: none of them reads weights of before any more
         refuse_unfused(optimizer.param_groups)
-        if self._then is not None:
-            self.set_schedule(self._then)
+        self.schedule, self.then = self.then or self.schedule, None
         done, self._stepped_in_backward = self._stepped_in_backward, {}
         self._refuse_rewritten(optimizer, done)
         found, outside = self.with_gradients(optimizer)

@@ -60,15 +60,12 @@ def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) ->
         return loss
 
     def state_dict(self: Optimizer) -> dict[str, Any]:
-        runtime.bring_states()
-        # Of weights that somebody wrote to, the residuals count no more.
-        runtime.refresh_if_written()
+        runtime.bring_states()  # of weights that somebody wrote to, the residuals count no more
         return driver.saved(self, original.state_dict(self))
 
     def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
-        runtime.bring_states()
         # Weights that were loaded before are taken over now: seen later, they would reset the residuals loaded here.
-        runtime.refresh_if_written()
+        runtime.bring_states()
         driver.load(self, state_dict, lambda saved: original.load_state_dict(self, saved))
 
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
@@ -93,7 +90,6 @@ def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) ->
     def __reduce_ex__(self: Optimizer, protocol: Any) -> Any:
         """Copies and pickles are plain optimizers of the original class: they hold copies of the parameters."""
         runtime.bring_states()
-        runtime.refresh_if_written()
         kept = self.__getstate__()
         # As torch's own would hold it: without residuals, and moments in fp32.
         shown = shown_in_fp32(kept["state"], runtime.config.host_memory_gib)

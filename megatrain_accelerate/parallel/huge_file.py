@@ -9,7 +9,6 @@ it is open or mapped.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -53,8 +52,6 @@ def open_huge_file() -> int | None:
                 timeout=_SECONDS,
                 check=True,
             )
-            _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
-            for descriptor in descriptors:
-                os.set_inheritable(descriptor, False)
-                return descriptor
+            _, descriptors, _, _ = socket.recv_fds(ours, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            return descriptors[0]
     return None
