@@ -118,7 +118,9 @@ class HostKernels:
     def __init__(self, threads: int | None = None, instruction_set: str | None = None) -> None:
         self.threads = default_thread_count() if threads is None else threads
         self._library = _library(LIBRARY_PATH)
-        best: int = self._library.megatrain_best_instruction_set()
+        # Found by just the features that are needed: FMA with AVX2, BW, DQ and VL of AVX-512. ATEN_CPU_CAPABILITY lowers it.
+        found = torch.backends.cpu.get_cpu_capability().lower()
+        best = INSTRUCTION_SETS.index(found) if found in INSTRUCTION_SETS else 0
         self.instruction_set = instruction_set or INSTRUCTION_SETS[best]
         chosen = INSTRUCTION_SETS.index(self.instruction_set)
         if chosen > best:

@@ -9,6 +9,7 @@ it is open or mapped.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -52,6 +53,7 @@ def open_huge_file() -> int | None:
                 timeout=_SECONDS,
                 check=True,
             )
-            _, descriptors, _, _ = socket.recv_fds(ours, 1, 1, socket.MSG_CMSG_CLOEXEC)
-            return descriptors[0]
+            _, (descriptor,), _, _ = socket.recv_fds(ours, 1, 1)
+            os.set_inheritable(descriptor, False)
+            return descriptor
     return None
