@@ -40,7 +40,7 @@ from megatrain_accelerate.plan.placement import require_layers
 from megatrain_accelerate.plan.step_outline import what_sees_a_batch
 from megatrain_accelerate.progress import progress_bar
 from megatrain_accelerate.store.host_limits import anonymous_bytes, promising, require_host_bytes, settings_that_take_less
-from megatrain_accelerate.store.layout import FlatLayout, ParameterSpec
+from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.shared_store import SharedStore
 from megatrain_accelerate.store.step_worker import StepWorker
 from megatrain_accelerate.store.unit import HostUnit, planned_host_bytes
@@ -152,7 +152,7 @@ class Engine:
                     unit = self.unit_class(
                         name,
                         parameters,
-                        [self._dtypes[id(parameter)] for _, parameter in parameters],
+                        self._dtypes,
                         kernels=self.kernels,
                         register=streams.is_cuda,
                         holds_masters=self._holds_masters,
@@ -283,10 +283,7 @@ class Engine:
 
     def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
         groups = discovery.parameter_groups()
-        layouts = [
-            FlatLayout(ParameterSpec(name, tuple(p.shape), self._dtypes[id(p)], p.requires_grad) for name, p in group)
-            for group in groups
-        ]
+        layouts = [FlatLayout.of(group, self._dtypes) for group in groups]
         self._streamed_units = len(discovery.layers) + len(discovery.experts)
         parts = self._planned_bytes(layouts, training, fp32_sums)
         parts["residuals"] *= self._holds_masters

@@ -9,31 +9,19 @@ import importlib.util
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatrain_accelerate.errors import KernelError
-from megatrain_accelerate.kernels.host import AdamArguments, AdamConstants, HostKernels
-from megatrain_accelerate.kernels.moments import FloatMoments, Moments
+from megatrain_accelerate.kernels.host import AdamConstants, HostKernels, ParameterStep
+from megatrain_accelerate.kernels.moments import FloatMoments
 
 _BLOCK = 1024
 _CHUNK = 4 * _BLOCK
 """Elements that one program steps."""
 _launches = threading.Lock()
 """Two threads step on the device, and the first launch compiles."""
-
-
-class ParameterStep(NamedTuple):
-    """What :meth:`HostKernels.adamw` is told of one parameter."""
-
-    weight: torch.Tensor
-    residual: torch.Tensor | None
-    moments: Moments
-    grad: torch.Tensor
-    arguments: AdamArguments
-    grad_residual: torch.Tensor | None = None
-    first_element: int = 0
 
 
 def device_kernels(device: torch.device, host_kernels: HostKernels) -> StepKernels:

@@ -25,7 +25,7 @@ import math
 import pathlib
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -95,6 +95,23 @@ class AdamArguments:
         )
 
 
+class ParameterStep(NamedTuple):
+    """The step of N adjacent elements, of which all tensors are."""
+
+    weight: torch.Tensor
+    """bfloat16 with a ``residual``, else float32."""
+    residual: torch.Tensor | None
+    """int16; join(weight, residual) is the fp32 master."""
+    moments: Moments
+    grad: torch.Tensor
+    """Of the weight's dtype."""
+    arguments: AdamArguments
+    grad_residual: torch.Tensor | None = None
+    """int16 where the gradient is the fp32 sum join(grad, grad_residual)."""
+    first_element: int = 0
+    """Its number in its unit, for the rounding of moments that aren't fp32; begins a block of 8-bit ones."""
+
+
 def default_thread_count(cpus: int | None = None) -> int:
     """One for each CPU that this process may use, or of ``cpus``; of more than four, two less, for launcher and copies."""
     cpus = usable_cpu_count() if cpus is None else cpus
@@ -139,25 +156,10 @@ class HostKernels:
         self._handle = None
         self._finalizer()
 
-    def adamw(
-        self,
-        weight: torch.Tensor,
-        residual: torch.Tensor | None,
-        moments: Moments,
-        grad: torch.Tensor,
-        arguments: AdamArguments,
-        grad_residual: torch.Tensor | None = None,
-        first_element: int = 0,
-    ) -> None:
-        """One AdamW (or Adam) step in place, in one pass; ``csrc/adamw.h`` has its memory traffic.
-
-        Args:
-            weight, grad: (N) bfloat16 with ``residual``, else (N) float32.
-            residual: (N) int16; join(weight, residual) is the fp32 master.
-            moments: of these N elements.
-            grad_residual: (N) int16 where the gradient is the fp32 sum join(grad, grad_residual).
-            first_element: its number in its unit, for the rounding of moments that aren't fp32; begins a block of 8-bit ones.
-        """
+    def adamw(self, *step: Any, **others: Any) -> None:
+        """One AdamW (or Adam) step in place and in one pass, of what makes a :class:`ParameterStep`; ``csrc/adamw.h`` has its
+        memory traffic."""
+        weight, residual, moments, grad, arguments, grad_residual, first_element = ParameterStep(*step, **others)
         dtype = torch.float32 if residual is None else _BF16
         exp_avg, exp_avg_sq = moments.exp_avg, moments.exp_avg_sq
         moment_dtypes = (_BF16 if exp_avg.dtype == _BF16 else torch.float32), exp_avg.dtype
@@ -186,8 +188,8 @@ class HostKernels:
             grad_residual=(grad_residual, _INT16),
         )
 
-    def adamw_of_many(self, steps: Iterable[Any]) -> None:
-        """Each of these steps: tuples of what :meth:`adamw` is told."""
+    def adamw_of_many(self, steps: Iterable[ParameterStep]) -> None:
+        """Each of these steps."""
         for step in steps:
             self.adamw(*step)
 

@@ -11,12 +11,11 @@ from torch.optim import AdamW, Optimizer
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.buffers import refuse_unstepped
-from megatrain_accelerate.kernels.device import ParameterStep
-from megatrain_accelerate.kernels.host import AdamArguments
+from megatrain_accelerate.kernels.host import AdamArguments, ParameterStep
 from megatrain_accelerate.layers.layer import ExpertPart, StreamedExperts
 from megatrain_accelerate.layers.resident import Part, ResidentGroup
 from megatrain_accelerate.layers.runtime import StreamingRuntime
-from megatrain_accelerate.optim.host_step import HostStep, narrowed_to, parameters_of
+from megatrain_accelerate.optim.host_step import Found, HostStep, narrowed_to, parameters_of
 from megatrain_accelerate.optim.moment_states import (
     MOMENT_KEYS,
     RESIDUAL_KEY,
@@ -216,9 +215,7 @@ class FusedStep(HostStep):
             self._show(entry, state)
         return entry
 
-    def _steps(
-        self, found: Iterable[tuple[ParameterState, dict[str, Any]]], numbers: Iterable[int], factors: dict[int, float]
-    ) -> list[Step]:
+    def _steps(self, found: Iterable[Found], numbers: Iterable[int], factors: dict[int, float]) -> list[Step]:
         """The steps of these numbers, of parameters with their groups; one object has the constants of all that share them."""
         shared: dict[tuple[int, int, float], AdamArguments] = {}
         equal: dict[AdamArguments, AdamArguments] = {}  # of several groups with the same settings
@@ -346,7 +343,7 @@ class FusedStep(HostStep):
             )
 
     def _check_stepped_in_backward(
-        self, found: list[tuple[ParameterState, dict[str, Any]]], factors: dict[int, float], done: dict[int, AdamArguments]
+        self, found: list[Found], factors: dict[int, float], done: dict[int, AdamArguments]
     ) -> None:
         """Steps taken in backward must be the ones that ``step()`` would have taken."""
         with self.runtime.meter.blocked_by(Cause.HOST_STEP):

@@ -135,7 +135,6 @@ def copy_staged(
     buffers: torch.Tensor,
     events: Sequence[Any],
     kernels: HostKernels,
-    *,
     to_host: bool,
 ) -> None:
     """See :func:`copy_bytes`: the host fills or empties one of two page-locked ``buffers`` while the link copies the other.

@@ -14,9 +14,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch import nn
 
 from megatrain_accelerate.units import round_up
 
@@ -86,6 +87,11 @@ class FlatLayout:
         """Those that have gradients."""
         self.key = _keys.setdefault(tuple((entry.spec, entry.weight_offset) for entry in self.entries), len(_keys))
         """Equal for units of equal layout, whose views of a slot can be shared."""
+
+    @classmethod
+    def of(cls, parameters: Iterable[tuple[str, nn.Parameter]], dtypes: Mapping[int, torch.dtype]) -> FlatLayout:
+        """That of named parameters, of which each computes in its one of ``dtypes``, by ``id``."""
+        return cls(ParameterSpec(name, tuple(p.shape), dtypes[id(p)], p.requires_grad) for name, p in parameters)
 
     @property
     def parameter_count(self) -> int:

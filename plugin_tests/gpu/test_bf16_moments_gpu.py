@@ -7,8 +7,8 @@ import torch
 from engine_runs import train_streamed
 from plain_torch import tiny_model, token_batches
 
-from megatrain_accelerate.kernels.device import DeviceKernels, ParameterStep
-from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
+from megatrain_accelerate.kernels.device import DeviceKernels
+from megatrain_accelerate.kernels.host import AdamArguments, HostKernels, ParameterStep
 from megatrain_accelerate.kernels.moments import FloatMoments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

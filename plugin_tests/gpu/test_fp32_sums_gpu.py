@@ -13,8 +13,8 @@ from torch import nn
 
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.gradients.fp32_sums import joined_sum
-from megatrain_accelerate.kernels.device import DeviceKernels, ParameterStep
-from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
+from megatrain_accelerate.kernels.device import DeviceKernels
+from megatrain_accelerate.kernels.host import AdamArguments, HostKernels, ParameterStep
 from megatrain_accelerate.kernels.moments import FloatMoments
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 

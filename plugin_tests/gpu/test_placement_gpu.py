@@ -11,8 +11,8 @@ import torch
 from engine_runs import Training, attach, train_streamed
 from plain_torch import tiny_model, token_batches
 
-from megatrain_accelerate.kernels.device import DeviceKernels, ParameterStep, mean_of_rows
-from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
+from megatrain_accelerate.kernels.device import DeviceKernels, mean_of_rows
+from megatrain_accelerate.kernels.host import AdamArguments, HostKernels, ParameterStep
 from megatrain_accelerate.kernels.moments import FloatMoments
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.plan import device_plan
