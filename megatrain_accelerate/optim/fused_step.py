@@ -201,10 +201,9 @@ class FusedStep(HostStep):
         emptied or changed it the store follows, behind the steps that still write the moments."""
         if state.moments is None:
             self.runtime.part_of(state).unit.allocate("moments", touch=False)  # the step does, and nobody waits for it
-        entry = states[state.parameter]
         if id(state.parameter) not in self.parameter_ids:  # put into a group by hand
             self.hold([state.parameter])
-            entry = states[state.parameter]
+        entry = states[state.parameter]
         if entry and shows(entry, state):
             return entry
         if entry or id(state.parameter) in self._shown:

@@ -35,7 +35,7 @@ class HostUnit:
     gradients and moments are promised when it is to be trained, and made when they are first needed, see :meth:`allocate`.
 
     Args:
-        parameters: (name, parameter) of the unit, each once, in model order; each computes in its one of ``dtypes``, by ``id``.
+        parameters: (name, parameter) of the unit, once, in model order; each computes in its one of ``dtypes``, by ``id``.
         register: see :class:`HostMemory`.
         holds_masters: False if the weights are all there is of them: loaded in bf16, and not to be trained so far.
         moments_dtype: fp32, bf16, or int8 for codes and scales.
