@@ -356,7 +356,6 @@ class Engine:
         known = set(model._forward_pre_hooks)
         if torch.is_grad_enabled() and self.adopt_unfrozen(model):
             return run_pre_hooks(model, args, kwargs, known)
-        self.runtime.worker.raise_if_failed()
         self._is_in_forward = True
         self._begin_forward(model, args, kwargs)
         if not torch.is_grad_enabled():
@@ -380,10 +379,10 @@ class Engine:
     def _before_forward_inside(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """For a part of the model that generates: called by itself, without gradients, it is as the whole."""
         if not self._is_in_forward and not torch.is_grad_enabled():
-            self.runtime.worker.raise_if_failed()
             self._begin_forward(model, args, kwargs)
 
     def _begin_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.runtime.worker.raise_if_failed()
         self.runtime.end_forward()  # one that was interrupted
         self.runtime.passes.begin_forward()
         has_graph = torch.is_grad_enabled()

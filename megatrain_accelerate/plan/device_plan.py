@@ -164,9 +164,9 @@ class DevicePlan:
         else:
             extent, in_a_row = self._plan_together(self._runtime.ranks, model, inputs)
         share = 1.0 if self.made.usual_share == 1.0 else extent.share_of(self.made.planned, in_a_row)
-        policy = self._runtime.calls.policy = self.made.placement_at(share)
-        self._runtime.activations.spacing = policy.offload_spacing
-        self.predicted_peak_bytes = max(self.predicted_peak_bytes, self.made.bytes_at(share))
+        self._runtime.calls.policy, predicted_bytes = self.made.at(share)
+        self._runtime.activations.spacing = self._runtime.calls.policy.offload_spacing
+        self.predicted_peak_bytes = max(self.predicted_peak_bytes, predicted_bytes)
         if self.show and self._table is not None:
             say(self._table, file=sys.stderr)
         self._table = None
