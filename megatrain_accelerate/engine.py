@@ -121,8 +121,7 @@ class Engine:
         """Gives the model an engine that trains what it trains by now; set by who prepared it."""
         self._dtypes = compute_dtypes(model, bf16)
         discovery = split_experts(discover_layers(model, config.layer_classes), config, self._dtypes, device, training)
-        rounds = any(p.requires_grad and p.dtype != self._dtypes[id(p)] for p in model.parameters())
-        self._holds_masters = training or rounds
+        self._holds_masters = training or any(p.requires_grad and p.dtype != self._dtypes[id(p)] for p in model.parameters())
         counts_sums = training and accumulates and config.accumulation_dtype == "fp32"
         ranks = ranks_of_run()
         self._rank_count = 1 if ranks is None else ranks.size
@@ -287,11 +286,10 @@ class Engine:
         self._streamed_units = len(discovery.layers) + len(discovery.experts)
         parts = self._planned_bytes(layouts, training, fp32_sums)
         parts["residuals"] *= self._holds_masters
-        own = anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
         remedy = BF16_REMEDY if fp32_sums else ""
         if training:
             remedy += settings_that_take_less(self.config, keeps_gradients=fp32_sums or self._rank_count > 1)
-        freed = own + self._freed_bytes
+        freed = self._freed_bytes + anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
         require_host_bytes(parts, self.config.host_memory_gib, freed=freed, remedy=remedy, ranks=self._rank_count)
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
         return sum(parts.values())

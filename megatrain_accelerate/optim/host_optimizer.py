@@ -203,13 +203,11 @@ class MasterStep(HostStep):
     def load(self, optimizer: Optimizer, state_dict: dict[str, Any], own_load: Callable[[dict[str, Any]], None]) -> None:
         """Loads the optimizer's states as they were saved, and the masters' low bits. torch casts states to the dtype and
         device of the parameters, which are shown as what the step works on, fp32 on the host."""
-        entries, residuals = dict(state_dict["state"]), {}
+        entries = dict(state_dict["state"])
         for key, _ in self.by_key(optimizer, state_dict):
-            if RESIDUAL_KEY in (entry := entries.get(key) or {}):
-                residuals[key] = entry[RESIDUAL_KEY]
-                entries[key] = without_residual(entry)
-                if not entries[key]:
-                    del entries[key]  # many optimizers make their state where there is no entry, and only there
+            entries[key] = without_residual(entries.get(key) or {})
+            if not entries[key]:
+                del entries[key]  # many optimizers make their state where there is no entry, and only there
         with contextlib.ExitStack() as replaced:
             for parameter in parameters_of(optimizer):
                 if (state := self.runtime.state_of(parameter)) is not None:
@@ -220,7 +218,7 @@ class MasterStep(HostStep):
             self.runtime.outside.moved(part.unit)
         self._stepped.clear()
         for key, parameter in self.by_key(optimizer, state_dict):
-            self._restore(parameter, residuals.get(key))
+            self._restore(parameter, (state_dict["state"].get(key) or {}).get(RESIDUAL_KEY))
 
     def _restore(self, parameter: torch.Tensor, residual: torch.Tensor | None) -> None:
         state = self.runtime.state_of(parameter)

@@ -49,12 +49,6 @@ class HostPool:
     def _free_bytes(self) -> int:
         return sum(part.numel() for part in self._free)
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of blocks that weren't given back, or that a copy may still use."""
-        self._reclaim(wait=False)
-        return self.size_bytes - self._free_bytes
-
     def take(self, size_bytes: int) -> HostBlock:
         """A block of ``size_bytes`` (at least 1). Grows the pool only if what is free is too small; a ``HostMemoryError``
         where that takes more host memory than this process may use."""

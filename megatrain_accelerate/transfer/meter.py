@@ -120,9 +120,6 @@ class Meter:
         """Makes the compute stream wait for the ``event`` behind a copy and accounts for the stall. The copy would have been
         issued ``late_ms`` earlier but for the step of its weights."""
         compute_stream = self._streams.compute_stream
-        if not self._streams.is_cuda:
-            compute_stream.wait_event(event)
-            return
 
         def add(waited_ms: float) -> None:
             by_step_ms = min(waited_ms, late_ms)
