@@ -36,7 +36,6 @@ from megatrain_accelerate.transfer.parts import Stepped, Streamed
 UNFUSED_OPTIONS = ("amsgrad", "differentiable")
 """Options of a group of Adam or AdamW that the fused kernel hasn't."""
 
-
 Step = tuple[ParameterState, AdamArguments]
 """A parameter and the constants with which it is stepped."""
 

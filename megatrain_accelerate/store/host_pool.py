@@ -18,7 +18,6 @@ from megatrain_accelerate.units import KIB, format_bytes, round_up
 GRANULE_BYTES = 64 * KIB
 """Blocks are multiples of it: no part is so small that its copy costs more to issue than to run."""
 
-
 HostBlock = list[torch.Tensor]
 """Bytes of the pool, in one part or several, in order, uint8; together exactly those that were asked for. Each part begins at
 a granule. Owner: who took it, until :meth:`HostPool.give_back`."""
