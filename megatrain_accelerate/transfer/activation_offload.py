@@ -21,7 +21,7 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.store.host_pool import HostBlock, HostPool
 from megatrain_accelerate.transfer.call_order import Tape
 from megatrain_accelerate.transfer.meter import Cause, Meter, named_range
-from megatrain_accelerate.transfer.streams import Streams
+from megatrain_accelerate.transfer.streams import Place, Streams
 from megatrain_accelerate.units import MIB
 
 MIN_OFFLOADED_BYTES = 1 * MIB
@@ -81,15 +81,12 @@ class ParcelPlace:
     """What autograd holds instead of a tensor that went to the host: the parcel, and the tensor's view of its storage."""
 
     parcel: _Parcel
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    place: Place
 
     def tensor(self) -> torch.Tensor:
         """The tensor, on the device again. Raises what :meth:`ActivationOffloader.on_device` does."""
-        storage = self.parcel.offloader.on_device(self.parcel)
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, self.offset, self.shape, self.stride)
+        storage, (dtype, shape, stride, offset) = self.parcel.offloader.on_device(self.parcel), self.place
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
 class Recording:
@@ -121,8 +118,8 @@ class Recording:
             return None
         if (key := (storage.data_ptr(), tensor._version)) not in self._open:
             self._open[key] = _Parcel(tensor.detach(), self.label, self._offloader)
-        parcel = self._open[key]
-        return ParcelPlace(parcel, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        place = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        return ParcelPlace(self._open[key], place)
 
     def seal(self) -> list[_Parcel]:
         """Ends the recording; returns its parcels, which only their places hold from now on."""

@@ -49,7 +49,7 @@ class Immediate:
 
 _NO_STREAM = contextlib.nullcontext()
 Place = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
-"""Where in a slot a tensor lies: dtype, shape, strides and offset, the last two in elements."""
+"""Where in a slot, or a storage, a tensor lies: dtype, shape, strides and offset, the last two in elements."""
 
 
 class Streams:
