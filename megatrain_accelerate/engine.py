@@ -40,7 +40,7 @@ from megatrain_accelerate.plan.placement import require_layers
 from megatrain_accelerate.plan.step_outline import what_sees_a_batch
 from megatrain_accelerate.progress import progress_bar
 from megatrain_accelerate.store.host_limits import anonymous_bytes, promising, require_host_bytes, settings_that_take_less
-from megatrain_accelerate.store.layout import FlatLayout, ParameterSpec
+from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.shared_store import SharedStore
 from megatrain_accelerate.store.step_worker import StepWorker
 from megatrain_accelerate.store.unit import HostUnit, planned_host_bytes
@@ -121,8 +121,7 @@ class Engine:
         """Gives the model an engine that trains what it trains by now; set by who prepared it."""
         self._dtypes = compute_dtypes(model, bf16)
         discovery = split_experts(discover_layers(model, config.layer_classes), config, self._dtypes, device, training)
-        rounds = any(p.requires_grad and p.dtype != self._dtypes[id(p)] for p in model.parameters())
-        self._holds_masters = training or rounds
+        self._holds_masters = training or any(p.requires_grad and p.dtype != self._dtypes[id(p)] for p in model.parameters())
         counts_sums = training and accumulates and config.accumulation_dtype == "fp32"
         ranks = ranks_of_run()
         self._rank_count = 1 if ranks is None else ranks.size
@@ -152,7 +151,7 @@ class Engine:
                     unit = self.unit_class(
                         name,
                         parameters,
-                        [self._dtypes[id(parameter)] for _, parameter in parameters],
+                        self._dtypes,
                         kernels=self.kernels,
                         register=streams.is_cuda,
                         holds_masters=self._holds_masters,
@@ -283,25 +282,21 @@ class Engine:
 
     def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
         groups = discovery.parameter_groups()
-        layouts = [
-            FlatLayout(ParameterSpec(name, tuple(p.shape), self._dtypes[id(p)], p.requires_grad) for name, p in group)
-            for group in groups
-        ]
+        layouts = [FlatLayout.of(group, self._dtypes) for group in groups]
         self._streamed_units = len(discovery.layers) + len(discovery.experts)
         parts = self._planned_bytes(layouts, training, fp32_sums)
         parts["residuals"] *= self._holds_masters
-        own = anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
         remedy = BF16_REMEDY if fp32_sums else ""
-        keeps_gradients = fp32_sums or self._rank_count > 1
-        remedy += settings_that_take_less(self.config, keeps_gradients=keeps_gradients) if training else ""
-        freed = own + self._freed_bytes
+        if training:
+            remedy += settings_that_take_less(self.config, keeps_gradients=fp32_sums or self._rank_count > 1)
+        freed = self._freed_bytes + anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
         require_host_bytes(parts, self.config.host_memory_gib, freed=freed, remedy=remedy, ranks=self._rank_count)
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
         return sum(parts.values())
 
     def _planned_bytes(self, layouts: list[FlatLayout], training: bool = True, fp32_sums: bool = False) -> dict[str, int]:
         passing = self._streamed_units if self.config.passes_gradients else 0
-        return planned_host_bytes(layouts, training, fp32_sums, passing, _MOMENTS[self.config.moments_dtype])
+        return planned_host_bytes(layouts, _MOMENTS[self.config.moments_dtype], training, fp32_sums, passing)
 
     def _drain_for_copy(self) -> None:
         self.runtime.drain()
@@ -317,15 +312,13 @@ class Engine:
             # Whoever reads the weights as a whole sees all steps that were taken.
             self._handles.append(module.register_state_dict_pre_hook(ModelHook(self.runtime.drain)))
             self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(self.runtime.begin_loading)))
-        for layer in self.runtime.layers:
-            owner, _, key = layer.name.rpartition(".")
-            if key:
-                self._places.setdefault(owner, []).append(("_modules", key, layer.module, f"layer {layer.name}"))
         in_layers = {id(state.parameter) for at in (*self.runtime.layers, *self.runtime.experts) for state in at.unit.states}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if id(parameter) not in in_layers:
+        outside = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in in_layers]
+        layers = [(layer.name, layer.module) for layer in self.runtime.layers if layer.name]
+        for kind, registry, held in (("layer", "_modules", layers), ("parameter", "_parameters", outside)):
+            for name, adopted in held:
                 owner, _, key = name.rpartition(".")
-                self._places.setdefault(owner, []).append(("_parameters", key, parameter, f"parameter {name}"))
+                self._places.setdefault(owner, []).append((registry, key, adopted, f"{kind} {name}"))
         for module in caching_modules(model, [layer.module for layer in self.runtime.layers]):
             hook = ModelHook(decide_against_a_cache, with_arguments=True, runs_dry=True)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -361,7 +354,6 @@ class Engine:
         known = set(model._forward_pre_hooks)
         if torch.is_grad_enabled() and self.adopt_unfrozen(model):
             return run_pre_hooks(model, args, kwargs, known)
-        self.runtime.worker.raise_if_failed()
         self._is_in_forward = True
         self._begin_forward(model, args, kwargs)
         if not torch.is_grad_enabled():
@@ -386,10 +378,10 @@ class Engine:
     def _before_forward_inside(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """For a part of the model that generates: called by itself, without gradients, it is as the whole."""
         if not self._is_in_forward and not torch.is_grad_enabled():
-            self.runtime.worker.raise_if_failed()
             self._begin_forward(model, args, kwargs)
 
     def _begin_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.runtime.worker.raise_if_failed()
         self.runtime.end_forward()  # one that was interrupted
         self.runtime.passes.begin_forward()
         has_graph = torch.is_grad_enabled()
@@ -434,8 +426,7 @@ class Engine:
 
     def bring_states(self) -> None:
         """The same of the residuals and moments on the host, too."""
-        self.drain()
-        self.runtime.states_on_device.bring()
+        self.runtime.bring_states()
 
     def host_bytes_by_kind(self) -> dict[str, int]:
         """Bytes of the host store now, by what they hold; nothing for units that live on the device."""
@@ -464,7 +455,7 @@ class Engine:
             with contextlib.suppress(StepWorkerError, StateError, UnsupportedError):
                 part.refresh_if_written()
         self._detach((*self.runtime.layers, *self.runtime.experts))
-        self.device_plan.end()
+        self.device_plan.use_cudnn(True)
         self.runtime.close()
         self.kernels.close()
         for model in [model for model, engine in _engines.items() if engine is self]:

@@ -17,6 +17,7 @@ from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.plan.device_plan import DevicePlan
+from megatrain_accelerate.store.host_pool import HostPool
 
 
 def attach(model: nn.Module, *, bf16: bool = True, device: str = "cpu", training: bool = True, **settings: object) -> Engine:
@@ -117,6 +118,12 @@ class Training:
         for index, state in self.optimizer.state_dict()["state"].items():
             found[f"step {index}"] = state["step"].clone()
         return found
+
+
+def used_bytes(pool: HostPool) -> int:
+    """Bytes of blocks that weren't given back, or that a copy may still use."""
+    pool._reclaim(wait=False)
+    return pool.size_bytes - pool._free_bytes
 
 
 def assert_equal_states(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

@@ -138,7 +138,7 @@ def needs(case: Case) -> Needs:
     # PEFT makes adapters in fp32, whatever the base is.
     adapter = adapter_parameters(discovery.layers[0][1]) if case.trains == "lora" else 0
     adapters = [FlatLayout([ParameterSpec("adapter", (adapter,), torch.float32, True)])] * (len(in_layers) if adapter else 0)
-    host = planned_host_bytes([*layouts, *adapters], training=case.trains != "nothing")
+    host = planned_host_bytes([*layouts, *adapters], torch.float32, training=case.trains != "nothing")
     weights, gradients = layouts[0].weight_bytes + 4 * adapter, layouts[0].gradient_bytes + 4 * adapter
     copies = 2 if case.has_reference else 1
     held = copies * (slots * weights + layouts[-1].weight_bytes)

@@ -191,7 +191,7 @@ def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
     for driver in engine.optimizer_drivers:
         if isinstance(driver, FusedStep) and before.config.step_schedule == "auto" and driver.optimizer in in_backward:
             # As at the begin of a training: which layers' weights get gradients from elsewhere isn't known yet.
-            driver.set_schedule("deferred", then="backward")
+            driver.schedule, driver.then = "deferred", "backward"
     engine.expect_accumulation(before.device_plan.micro_batches)
     # What the engine before counted and expects is this one's.
     engine.device_plan.expect_steps(*before.device_plan.expected)
@@ -295,7 +295,7 @@ def begin_training(engine: Engine, *, steps_in_backward: bool) -> None:
         if engine.config.step_schedule == "auto" and not engine.config.passes_gradients:
             # The first backward shows which layers' weights get gradients from elsewhere too.
             may = steps_in_backward and engine.runtime.ranks is None
-            driver.set_schedule("deferred", then="backward" if may else None)
+            driver.schedule, driver.then = "deferred", "backward" if may else None
         if stepped := driver.forget_backward():
             logger.warning(
                 "megatrain: the training before this one broke off in or after a backward in which %d parameters were stepped "

@@ -9,31 +9,19 @@ import importlib.util
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatrain_accelerate.errors import KernelError
-from megatrain_accelerate.kernels.host import AdamArguments, AdamConstants, HostKernels
-from megatrain_accelerate.kernels.moments import FloatMoments, Moments
+from megatrain_accelerate.kernels.host import AdamConstants, HostKernels, ParameterStep
+from megatrain_accelerate.kernels.moments import FloatMoments
 
 _BLOCK = 1024
 _CHUNK = 4 * _BLOCK
 """Elements that one program steps."""
 _launches = threading.Lock()
 """Two threads step on the device, and the first launch compiles."""
-
-
-class ParameterStep(NamedTuple):
-    """What :meth:`HostKernels.adamw` is told of one parameter."""
-
-    weight: torch.Tensor
-    residual: torch.Tensor | None
-    moments: Moments
-    grad: torch.Tensor
-    arguments: AdamArguments
-    grad_residual: torch.Tensor | None = None
-    first_element: int = 0
 
 
 def device_kernels(device: torch.device, host_kernels: HostKernels) -> StepKernels:
@@ -80,12 +68,6 @@ class DeviceKernels:
         from megatrain_accelerate.kernels import triton_adamw
 
         self._triton: Any = triton_adamw
-        # It takes 0.4 s, less than what comes before the first step.
-        threading.Thread(target=triton_adamw.hash_triton, name="megatrain-hash-triton", daemon=True).start()
-
-    def adamw(self, *step: Any, **others: Any) -> None:
-        """Takes what a :class:`ParameterStep` is made of."""
-        self.adamw_of_many([ParameterStep(*step, **others)])
 
     def adamw_of_many(self, steps: Sequence[ParameterStep]) -> None:
         """Steps all parameters by one kernel for each set of constants and dtypes: a launch takes longer than most steps."""
@@ -112,8 +94,7 @@ class DeviceKernels:
             chunks += -(-step.weight.numel() // _CHUNK)
         aligned = not any(address % 16 for row in rows for address in row[:6])
         table = torch.tensor(rows, dtype=torch.int64, pin_memory=True).to(first.weight.device, non_blocking=True)
-        chunks_of_row = (table[:, 6] + (_CHUNK - 1)) // _CHUNK
-        row_of_chunk = torch.repeat_interleave(chunks_of_row, output_size=chunks)
+        row_of_chunk = torch.repeat_interleave((table[:, 6] + (_CHUNK - 1)) // _CHUNK, output_size=chunks)
         self._triton.adamw[(chunks,)](
             table,
             row_of_chunk,

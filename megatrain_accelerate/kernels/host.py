@@ -25,7 +25,7 @@ import math
 import pathlib
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,8 +82,6 @@ class AdamArguments:
     @functools.cached_property
     def constants(self) -> AdamConstants:
         """The scalars of the loop, in double precision in the order of ``torch/optim/adam.py``, then rounded once."""
-        bias_correction1 = 1 - self.beta1**self.step
-        bias_correction2 = 1 - self.beta2**self.step
         return AdamConstants(
             gradient_factor=-self.clip_factor if self.maximize else self.clip_factor,
             decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
@@ -91,10 +89,27 @@ class AdamArguments:
             one_minus_beta1=1 - self.beta1,
             beta2=self.beta2,
             one_minus_beta2=1 - self.beta2,
-            correction2_sqrt=bias_correction2**0.5,
+            correction2_sqrt=(1 - self.beta2**self.step) ** 0.5,
             eps=self.eps,
-            negative_step_size=-(self.lr / bias_correction1),
+            negative_step_size=-(self.lr / (1 - self.beta1**self.step)),
         )
+
+
+class ParameterStep(NamedTuple):
+    """The step of N adjacent elements, of which all tensors are."""
+
+    weight: torch.Tensor
+    """bfloat16 with a ``residual``, else float32."""
+    residual: torch.Tensor | None
+    """int16; join(weight, residual) is the fp32 master."""
+    moments: Moments
+    grad: torch.Tensor
+    """Of the weight's dtype."""
+    arguments: AdamArguments
+    grad_residual: torch.Tensor | None = None
+    """int16 where the gradient is the fp32 sum join(grad, grad_residual)."""
+    first_element: int = 0
+    """Its number in its unit, for the rounding of moments that aren't fp32; begins a block of 8-bit ones."""
 
 
 def default_thread_count(cpus: int | None = None) -> int:
@@ -119,13 +134,11 @@ class HostKernels:
 
     def __init__(self, threads: int | None = None, instruction_set: str | None = None) -> None:
         self.threads = default_thread_count() if threads is None else threads
-        if self.threads < 1:
-            raise ConfigError(f"HostKernels needs at least 1 thread, got {self.threads}")
-        self._library = _load_library()
-        best: int = self._library.megatrain_best_instruction_set()
+        self._library = _library(LIBRARY_PATH)
+        # Found by just the features that are needed: FMA with AVX2, BW, DQ and VL of AVX-512. ATEN_CPU_CAPABILITY lowers it.
+        found = torch.backends.cpu.get_cpu_capability().lower()
+        best = INSTRUCTION_SETS.index(found) if found in INSTRUCTION_SETS else 0
         self.instruction_set = instruction_set or INSTRUCTION_SETS[best]
-        if self.instruction_set not in INSTRUCTION_SETS:
-            raise KernelError(f"instruction_set must be one of {', '.join(INSTRUCTION_SETS)}; got {instruction_set!r}")
         chosen = INSTRUCTION_SETS.index(self.instruction_set)
         if chosen > best:
             raise KernelError(f"this machine can't run {instruction_set!r} kernels; its best are {INSTRUCTION_SETS[best]!r}")
@@ -143,25 +156,10 @@ class HostKernels:
         self._handle = None
         self._finalizer()
 
-    def adamw(
-        self,
-        weight: torch.Tensor,
-        residual: torch.Tensor | None,
-        moments: Moments,
-        grad: torch.Tensor,
-        arguments: AdamArguments,
-        grad_residual: torch.Tensor | None = None,
-        first_element: int = 0,
-    ) -> None:
-        """One AdamW (or Adam) step in place, in one pass; ``csrc/adamw.h`` has its memory traffic.
-
-        Args:
-            weight, grad: (N) bfloat16 with ``residual``, else (N) float32.
-            residual: (N) int16; join(weight, residual) is the fp32 master.
-            moments: of these N elements.
-            grad_residual: (N) int16 where the gradient is the fp32 sum join(grad, grad_residual).
-            first_element: its number in its unit, for the rounding of moments that aren't fp32; begins a block of 8-bit ones.
-        """
+    def adamw(self, *step: Any, **others: Any) -> None:
+        """One AdamW (or Adam) step in place and in one pass, of what makes a :class:`ParameterStep`; ``csrc/adamw.h`` has its
+        memory traffic."""
+        weight, residual, moments, grad, arguments, grad_residual, first_element = ParameterStep(*step, **others)
         dtype = torch.float32 if residual is None else _BF16
         exp_avg, exp_avg_sq = moments.exp_avg, moments.exp_avg_sq
         moment_dtypes = (_BF16 if exp_avg.dtype == _BF16 else torch.float32), exp_avg.dtype
@@ -190,16 +188,15 @@ class HostKernels:
             grad_residual=(grad_residual, _INT16),
         )
 
-    def adamw_of_many(self, steps: Iterable[Any]) -> None:
-        """Each of these steps: tuples of what :meth:`adamw` is told."""
+    def adamw_of_many(self, steps: Iterable[ParameterStep]) -> None:
+        """Each of these steps."""
         for step in steps:
             self.adamw(*step)
 
     def accumulate(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """``dst += src``, both (N) bfloat16 or both (N) float32; in bfloat16 with the rounding of torch's ``add_``."""
-        if dst.dtype not in (torch.bfloat16, torch.float32):
-            raise KernelError(f"accumulate: dst must be torch.bfloat16 or torch.float32, got {dst.dtype}")
-        self._call("accumulate", dst.itemsize, 0, dst=(dst, dst.dtype), residual=(None, _INT16), src=(src, dst.dtype))
+        dtype = _BF16 if dst.dtype == _BF16 else torch.float32
+        self._call("accumulate", dtype.itemsize, 0, dst=(dst, dtype), residual=(None, _INT16), src=(src, dtype))
 
     def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
         """``sum += src`` in fp32; ``csrc/split_master.h`` has the arithmetic. The sum is join(hi, residual), (N) bfloat16 and
@@ -209,10 +206,8 @@ class HostKernels:
     def square_sum(self, values: torch.Tensor, residual: torch.Tensor | None = None) -> float:
         """The sum of squares of (N) bfloat16 or (N) float32 values, or with (N) int16 ``residual`` of the fp32 values that it
         and bfloat16 ``values`` stand for; added up in double precision in a fixed order."""
-        if values.dtype not in (torch.bfloat16, torch.float32):
-            raise KernelError(f"square_sum: values must be torch.bfloat16 or torch.float32, got {values.dtype}")
-        dtype = values.dtype if residual is None else _BF16
-        return float(self._call("square_sum", values.itemsize, values=(values, dtype), residual=(residual, _INT16)))
+        dtype = _BF16 if residual is not None or values.dtype == _BF16 else torch.float32
+        return float(self._call("square_sum", dtype.itemsize, values=(values, dtype), residual=(residual, _INT16)))
 
     def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
         """Writes the split of (N) float32 masters to (N) bfloat16 ``hi`` and (N) int16 ``residual``."""
@@ -263,16 +258,17 @@ class HostKernels:
 def memory_fence() -> None:
     """What this thread has written before is seen by whoever sees what it writes after, in other processes too; and what it
     reads after isn't older than what it has read before."""
-    _library().megatrain_fence()
+    _library(LIBRARY_PATH).megatrain_fence()
 
 
-def _load_library() -> Any:
-    """Opens the library, of which the loader keeps one copy a process. A ``KernelError`` where the file is missing, can't be
-    loaded, or is of another version than this file."""
-    if not LIBRARY_PATH.exists():
-        raise KernelError(f"the compiled host kernels are missing: no file {LIBRARY_PATH}. Remedy: {_REBUILD}")
+@functools.cache
+def _library(path: pathlib.Path) -> Any:
+    """Opens the library. A ``KernelError`` where the file is missing, can't be loaded, or is of another version than this
+    file."""
+    if not path.exists():
+        raise KernelError(f"the compiled host kernels are missing: no file {path}. Remedy: {_REBUILD}")
     try:
-        library = ctypes.CDLL(str(LIBRARY_PATH))
+        library = ctypes.CDLL(str(path))
         version = library.megatrain_interface_version()
     except (OSError, AttributeError) as error:
         raise KernelError(f"the compiled host kernels can't be loaded: {error}. Remedy: {_REBUILD}") from error
@@ -284,6 +280,3 @@ def _load_library() -> Any:
     library.megatrain_create.restype = ctypes.c_void_p
     library.megatrain_square_sum.restype = ctypes.c_double
     return library
-
-
-_library = functools.cache(_load_library)

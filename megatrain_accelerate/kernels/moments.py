@@ -94,28 +94,23 @@ class Int8Moments(NamedTuple):
 
 
 Moments = FloatMoments | Int8Moments
+ViewOf = Callable[[int, tuple[int, ...], torch.dtype], torch.Tensor]
+"""Makes a view of a memory from an offset in bytes, a shape and a dtype."""
 
 
-def moments_within(
-    tensor: Callable[[int, tuple[int, ...], torch.dtype], torch.Tensor],
-    total: int,
-    first: int,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-) -> Moments:
+def moments_within(view_of: ViewOf, total: int, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> Moments:
     """Views of a memory of :func:`moment_bytes` of ``total`` elements: all of the first moment, all of the second; with int8
-    all scales of the first and of the second follow. ``tensor`` makes a view of the memory from an offset in bytes, a shape
-    and a dtype. ``first`` is the first element wanted, with int8 a multiple of the block; ``shape`` and ``dtype`` (fp32, bf16
-    or int8) are those of the elements wanted."""
+    all scales of the first and of the second follow. ``first`` is the first element wanted, with int8 a multiple of the block;
+    ``shape`` and ``dtype`` (fp32, bf16 or int8) are those of the elements wanted."""
     if dtype != torch.int8:
-        return FloatMoments(*(tensor(dtype.itemsize * (begin + first), shape, dtype) for begin in (0, total)))
+        return FloatMoments(*(view_of(dtype.itemsize * (begin + first), shape, dtype) for begin in (0, total)))
     scales = 2 * total + 4 * block_count(first)
     blocks = (block_count(math.prod(shape)),)
     return Int8Moments(
-        tensor(first, shape, torch.int8),
-        tensor(total + first, shape, torch.uint8),
-        tensor(scales, blocks, torch.float32),
-        tensor(scales + 4 * block_count(total), blocks, torch.float32),
+        view_of(first, shape, torch.int8),
+        view_of(total + first, shape, torch.uint8),
+        view_of(scales, blocks, torch.float32),
+        view_of(scales + 4 * block_count(total), blocks, torch.float32),
     )
 
 

@@ -7,15 +7,6 @@ import triton
 import triton.language as tl
 
 
-def hash_triton():
-    """Does what Triton does once, before it first looks for a kernel in its cache: it hashes its own files."""
-    try:
-        from triton.runtime.cache import triton_key
-    except ImportError:  # an older Triton
-        from triton.compiler.compiler import triton_key
-    triton_key()
-
-
 @triton.jit
 def _load_moment(at, inside, BF16_MOMENTS: tl.constexpr):
     """fp32 moments, or the bits (int16) of bf16 ones, as fp32."""

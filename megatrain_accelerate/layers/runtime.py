@@ -442,9 +442,10 @@ class StreamingRuntime:
                 self.states_on_device.place(shares)
 
     def bring_states(self) -> None:
-        """Residuals and moments on the host are those of the last step, see :meth:`StatesOnDevice.bring`. Raises what
-        :meth:`drain` does."""
+        """Weights, residuals and moments on the host are those of the last step, see :meth:`StatesOnDevice.bring`, or what
+        somebody wrote. Raises what :meth:`drain` does."""
         self.drain()
+        self.refresh_if_written()
         self.states_on_device.bring()
 
     def _moved(self, unit: HostUnit) -> None:
@@ -560,7 +561,8 @@ class StreamingRuntime:
         """Ends the worker and gives the parameters back to ordinary host memory, masters in full precision."""
         self.watch.end()
         with contextlib.suppress(StepWorkerError, RankError):
-            self.bring_states()
+            self.drain()
+            self.states_on_device.bring()
         self.states_on_device.leave()
         self.streams.synchronize()
         self.states_on_device.place([])

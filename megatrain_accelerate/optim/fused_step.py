@@ -11,12 +11,11 @@ from torch.optim import AdamW, Optimizer
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.buffers import refuse_unstepped
-from megatrain_accelerate.kernels.device import ParameterStep
-from megatrain_accelerate.kernels.host import AdamArguments
+from megatrain_accelerate.kernels.host import AdamArguments, ParameterStep
 from megatrain_accelerate.layers.layer import ExpertPart, StreamedExperts
 from megatrain_accelerate.layers.resident import Part, ResidentGroup
 from megatrain_accelerate.layers.runtime import StreamingRuntime
-from megatrain_accelerate.optim.host_step import HostStep, narrowed_to, parameters_of
+from megatrain_accelerate.optim.host_step import Found, HostStep, narrowed_to, parameters_of
 from megatrain_accelerate.optim.moment_states import (
     MOMENT_KEYS,
     RESIDUAL_KEY,
@@ -36,7 +35,6 @@ from megatrain_accelerate.transfer.parts import Stepped, Streamed
 
 UNFUSED_OPTIONS = ("amsgrad", "differentiable")
 """Options of a group of Adam or AdamW that the fused kernel hasn't."""
-
 
 Step = tuple[ParameterState, AdamArguments]
 """A parameter and the constants with which it is stepped."""
@@ -84,9 +82,8 @@ def _step_on_device(units: Iterable[tuple[HostUnit, Sequence[Step]]]) -> None:
         assert gradient is not None
         assert state.moments is not None
         of_sum = state.gradient_residual if state.handle.has_fp32_sum else None
-        first = state.entry.state_offset or 0
         tensors = (state.weight, state.residual, state.moments, gradient.contiguous())
-        found.append(ParameterStep(*tensors, arguments, of_sum, first))
+        found.append(ParameterStep(*tensors, arguments, of_sum, state.entry.state_offset or 0))
     if stepped:
         stepped[0][0].kernels.adamw_of_many(found)
     for unit, steps in stepped:
@@ -111,7 +108,9 @@ class FusedStep(HostStep):
         # Views of an earlier engine's store would keep all of it.
         idle = [p for p in parameters_of(optimizer) if not runtime.trains(p) and id(p) in self._trained_before]
         own_copies([optimizer.state.get(parameter) for parameter in idle], runtime.config.host_memory_gib)
-        self.set_schedule(schedule)
+        self.schedule = schedule
+        self.then: str | None = None
+        """The schedule from the next :meth:`step` on, if it is another."""
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -155,15 +154,10 @@ class FusedStep(HostStep):
         entry.update(views_of(state))
         self._shown.add(id(state.parameter))
 
-    def set_schedule(self, schedule: str, then: str | None = None) -> None:
-        """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or ``serial``; and by
-        ``then`` from the next :meth:`step` on, if it is another."""
-        self.schedule, self._then = schedule, then
-
     @property
     def steps_in_backward(self) -> bool:
         """Whether layers are stepped in backward, now or from the next :meth:`step` on."""
-        return "backward" in (self.schedule, self._then)
+        return "backward" in (self.schedule, self.then)
 
     def retire(self, why: str, copies: bool = False) -> None:
         super().retire(why, copies)
@@ -206,10 +200,9 @@ class FusedStep(HostStep):
         emptied or changed it the store follows, behind the steps that still write the moments."""
         if state.moments is None:
             self.runtime.part_of(state).unit.allocate("moments", touch=False)  # the step does, and nobody waits for it
-        entry = states[state.parameter]
         if id(state.parameter) not in self.parameter_ids:  # put into a group by hand
             self.hold([state.parameter])
-            entry = states[state.parameter]
+        entry = states[state.parameter]
         if entry and shows(entry, state):
             return entry
         if entry or id(state.parameter) in self._shown:
@@ -220,9 +213,7 @@ class FusedStep(HostStep):
             self._show(entry, state)
         return entry
 
-    def _steps(
-        self, found: Iterable[tuple[ParameterState, dict[str, Any]]], numbers: Iterable[int], factors: dict[int, float]
-    ) -> list[Step]:
+    def _steps(self, found: Iterable[Found], numbers: Iterable[int], factors: dict[int, float]) -> list[Step]:
         """The steps of these numbers, of parameters with their groups; one object has the constants of all that share them."""
         shared: dict[tuple[int, int, float], AdamArguments] = {}
         equal: dict[AdamArguments, AdamArguments] = {}  # of several groups with the same settings
@@ -232,8 +223,7 @@ class FusedStep(HostStep):
             if (key := (id(group), number, factor)) not in shared:
                 values = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
                 lr, beta1, beta2, eps, decay = map(float, values)
-                decoupled = self._is_adamw or bool(group.get("decoupled_weight_decay"))
-                maximize = bool(group["maximize"])
+                decoupled, maximize = self._is_adamw or bool(group.get("decoupled_weight_decay")), bool(group["maximize"])
                 arguments = AdamArguments(lr, beta1, beta2, eps, decay, number, factor, decoupled, maximize)
                 shared[key] = equal.setdefault(arguments, arguments)
             steps.append((state, shared[key]))
@@ -298,8 +288,7 @@ class FusedStep(HostStep):
         if runtime.ranks is not None:
             runtime.ranks.meet("optimizer.step()")  # WAR: none of them reads weights of before any more
         refuse_unfused(optimizer.param_groups)
-        if self._then is not None:
-            self.set_schedule(self._then)
+        self.schedule, self.then = self.then or self.schedule, None
         done, self._stepped_in_backward = self._stepped_in_backward, {}
         self._refuse_rewritten(optimizer, done)
         found, outside = self.with_gradients(optimizer)
@@ -355,7 +344,7 @@ class FusedStep(HostStep):
             )
 
     def _check_stepped_in_backward(
-        self, found: list[tuple[ParameterState, dict[str, Any]]], factors: dict[int, float], done: dict[int, AdamArguments]
+        self, found: list[Found], factors: dict[int, float], done: dict[int, AdamArguments]
     ) -> None:
         """Steps taken in backward must be the ones that ``step()`` would have taken."""
         with self.runtime.meter.blocked_by(Cause.HOST_STEP):
@@ -403,8 +392,7 @@ class FusedStep(HostStep):
         ]
         if not found:
             return False
-        states = self._optimizer.state
-        entries = [self._entry(states, state) for state, _ in found]
+        entries = [self._entry(self._optimizer.state, state) for state, _ in found]
         steps = self._steps(found, _next_steps(entries), {})
         torch._foreach_add_([entry["step"] for entry in entries], 1)
         rows = [state.row for state, _ in steps]

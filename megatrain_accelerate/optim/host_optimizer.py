@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable
@@ -42,6 +43,7 @@ def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: s
     )
     driver = FusedStep(optimizer, runtime, schedule) if is_fusable else MasterStep(optimizer, runtime)
     optimizer.__class__ = _swapped_class(type(optimizer), driver)
+    optimizer._patch_step_function()  # step hooks of users fire as for any optimizer
     _drop_bound_step(optimizer)
     return driver
 
@@ -51,68 +53,58 @@ def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) ->
     # Without the hooks that users and torch's profiler have on it.
     own_step: Callable[[Optimizer], Any] = getattr(original.step, "__wrapped__", original.step)
 
-    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        driver.step(self, lambda: own_step(self))
-        return loss
+    class Swapped(original):  # type: ignore[valid-type, misc]
+        _megatrain_original_class = original
 
-    def state_dict(self: Optimizer) -> dict[str, Any]:
-        runtime.bring_states()
-        # Of weights that somebody wrote to, the residuals count no more.
-        runtime.refresh_if_written()
-        return driver.saved(self, original.state_dict(self))
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            driver.step(self, lambda: own_step(self))
+            return loss
 
-    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
-        runtime.bring_states()
-        # Weights that were loaded before are taken over now: seen later, they would reset the residuals loaded here.
-        runtime.refresh_if_written()
-        driver.load(self, state_dict, lambda saved: original.load_state_dict(self, saved))
+        def state_dict(self) -> dict[str, Any]:
+            runtime.bring_states()  # of weights that somebody wrote to, the residuals count no more
+            return driver.saved(self, original.state_dict(self))
 
-    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-        original.add_param_group(self, param_group)  # brings what it is given into one form
-        try:
-            if isinstance(driver, FusedStep):
-                refuse_unfused(self.param_groups[-1:])
-            if not driver.is_retired:
-                # One of the model's that was frozen when it was prepared may wait for that to be done anew.
-                driver.hold([p for p in self.param_groups[-1]["params"] if runtime.trains(p) or runtime.state_of(p) is None])
-        except BaseException:
-            del self.param_groups[-1]
-            raise
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            # Weights that were loaded before are taken over now: seen later, they would reset the residuals loaded here.
+            runtime.bring_states()
+            driver.load(self, state_dict, lambda saved: original.load_state_dict(self, saved))
 
-    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        if not set_to_none:
-            # Gradients on their way would come to lie over the zeros, and a deferred step may still read them.
-            runtime.watch.settle()
-        with unwatched():
-            original.zero_grad(self, set_to_none or runtime.config.passes_gradients)
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            original.add_param_group(self, param_group)  # brings what it is given into one form
+            try:
+                if isinstance(driver, FusedStep):
+                    refuse_unfused(self.param_groups[-1:])
+                if not driver.is_retired:
+                    # One of the model's that was frozen when it was prepared may wait for that to be done anew.
+                    new = self.param_groups[-1]["params"]
+                    driver.hold([p for p in new if runtime.trains(p) or runtime.state_of(p) is None])
+            except BaseException:
+                del self.param_groups[-1]
+                raise
 
-    def __reduce_ex__(self: Optimizer, protocol: Any) -> Any:
-        """Copies and pickles are plain optimizers of the original class: they hold copies of the parameters."""
-        runtime.bring_states()
-        runtime.refresh_if_written()
-        kept = self.__getstate__()
-        # As torch's own would hold it: without residuals, and moments in fp32.
-        shown = shown_in_fp32(kept["state"], runtime.config.host_memory_gib)
-        states = defaultdict(dict, {key: without_residual(entry) for key, entry in shown.items()})
-        # torch's own class by a function of Python's own: a pickle must load where this package isn't.
-        made = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
-        return *made, {**kept, "state": states}
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            if not set_to_none:
+                # Gradients on their way would come to lie over the zeros, and a deferred step may still read them.
+                runtime.watch.settle()
+            with unwatched():
+                original.zero_grad(self, set_to_none or runtime.config.passes_gradients)
 
-    hooked_step = Optimizer.profile_hook_step(step)  # step hooks of users fire as for any optimizer
-    hooked_step.hooked = True  # type: ignore[attr-defined]
-    members = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "_megatrain_original_class": original,
-        "step": hooked_step,
-    }
-    methods = (state_dict, load_state_dict, add_param_group, zero_grad, __reduce_ex__)
-    return type(original.__name__, (original,), {**members, **{method.__name__: method for method in methods}})
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            """Copies and pickles are plain optimizers of the original class: they hold copies of the parameters."""
+            runtime.bring_states()
+            kept: Any = self.__getstate__()
+            # As torch's own would hold it: without residuals, and moments in fp32.
+            shown = shown_in_fp32(kept["state"], runtime.config.host_memory_gib)
+            states = defaultdict(dict, {key: without_residual(entry) for key, entry in shown.items()})
+            # torch's own class by a function of Python's own: a pickle must load where this package isn't.
+            return copyreg._reconstructor, (original, object, None), {**kept, "state": states}  # type: ignore[attr-defined]
+
+    functools.update_wrapper(Swapped, original, updated=())
+    return Swapped
 
 
 def _drop_bound_step(optimizer: Optimizer) -> None:
@@ -211,13 +203,11 @@ class MasterStep(HostStep):
     def load(self, optimizer: Optimizer, state_dict: dict[str, Any], own_load: Callable[[dict[str, Any]], None]) -> None:
         """Loads the optimizer's states as they were saved, and the masters' low bits. torch casts states to the dtype and
         device of the parameters, which are shown as what the step works on, fp32 on the host."""
-        entries, residuals = dict(state_dict["state"]), {}
+        entries = dict(state_dict["state"])
         for key, _ in self.by_key(optimizer, state_dict):
-            if RESIDUAL_KEY in (entry := entries.get(key) or {}):
-                residuals[key] = entry[RESIDUAL_KEY]
-                entries[key] = without_residual(entry)
-                if not entries[key]:
-                    del entries[key]  # many optimizers make their state where there is no entry, and only there
+            entries[key] = without_residual(entries.get(key) or {})
+            if not entries[key]:
+                del entries[key]  # many optimizers make their state where there is no entry, and only there
         with contextlib.ExitStack() as replaced:
             for parameter in parameters_of(optimizer):
                 if (state := self.runtime.state_of(parameter)) is not None:
@@ -228,7 +218,7 @@ class MasterStep(HostStep):
             self.runtime.outside.moved(part.unit)
         self._stepped.clear()
         for key, parameter in self.by_key(optimizer, state_dict):
-            self._restore(parameter, residuals.get(key))
+            self._restore(parameter, (state_dict["state"].get(key) or {}).get(RESIDUAL_KEY))
 
     def _restore(self, parameter: torch.Tensor, residual: torch.Tensor | None) -> None:
         state = self.runtime.state_of(parameter)

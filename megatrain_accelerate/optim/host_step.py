@@ -37,6 +37,10 @@ ENGINE_CLOSED = (
 )
 
 
+Found = tuple[ParameterState, dict[str, Any]]
+"""A parameter that has a gradient, with its group."""
+
+
 def driver_of(optimizer: Optimizer) -> HostStep | None:
     """What stepped the optimizer last on a host store, or None if nothing ever did."""
     return optimizer.__dict__.get("_megatrain_driver")
@@ -116,10 +120,8 @@ class HostStep(UnitStepper):
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         return zip(saved, parameters_of(optimizer), strict=False)  # where the lengths differ torch refuses it
 
-    def with_gradients(
-        self, optimizer: Optimizer
-    ) -> tuple[list[tuple[ParameterState, dict[str, Any]]], list[torch.nn.Parameter]]:
-        """(place, group) of every parameter of the model that has a gradient, and those of other modules, in group order.
+    def with_gradients(self, optimizer: Optimizer) -> tuple[list[Found], list[torch.nn.Parameter]]:
+        """Every parameter of the model that has a gradient, and those of other modules, in group order.
         Brings foreign gradient tensors into the store, and other modules' states beside their parameters. An UnsupportedError
         for a gradient of a parameter that was frozen when the model was prepared, or of another streamed model's."""
         found, outside = [], []
@@ -145,7 +147,7 @@ class HostStep(UnitStepper):
         return found, outside
 
     def norm_and_factors(
-        self, optimizer: Optimizer, found: Sequence[tuple[ParameterState, Any]], outside: Sequence[torch.Tensor]
+        self, optimizer: Optimizer, found: Sequence[Found], outside: Sequence[torch.Tensor]
     ) -> tuple[float, dict[int, float]]:
         """The norm of all these gradients, and the clip factors by the ``id`` of parameters; both count for one step."""
         norm = float(self.runtime.clipping.total_norm([*(state.parameter for state, _ in found), *outside]))

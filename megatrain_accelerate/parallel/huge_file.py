@@ -53,8 +53,7 @@ def open_huge_file() -> int | None:
                 timeout=_SECONDS,
                 check=True,
             )
-            _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
-            for descriptor in descriptors:
-                os.set_inheritable(descriptor, False)
-                return descriptor
+            _, (descriptor,), _, _ = socket.recv_fds(ours, 1, 1)
+            os.set_inheritable(descriptor, False)
+            return descriptor
     return None

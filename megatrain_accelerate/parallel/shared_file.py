@@ -60,5 +60,4 @@ class SharedFile:
 
     def map(self, offset: int, size_bytes: int) -> mmap.mmap:
         """A mapping, of whole pages, that all ranks write to and read from. It is zero where nobody wrote."""
-        whole_pages = round_up(max(size_bytes, 1), mmap.PAGESIZE)
-        return mmap.mmap(self._descriptor, whole_pages, flags=mmap.MAP_SHARED, offset=offset)
+        return mmap.mmap(self._descriptor, round_up(max(size_bytes, 1), mmap.PAGESIZE), flags=mmap.MAP_SHARED, offset=offset)

@@ -19,12 +19,8 @@ from megatrain_accelerate.plan.layer_discovery import Discovery
 from megatrain_accelerate.store.expandable_segments import expand_segments
 from megatrain_accelerate.store.file_mappings import FileMappings, page_out, read_ahead, trim_heap
 from megatrain_accelerate.store.host_limits import unused_host_bytes
-from megatrain_accelerate.units import MIB
 
 logger = logging.getLogger(__name__)
-
-TRIM_BYTES = 64 * MIB
-"""Memory that left the model before the C library's heap is trimmed: freed small tensors stay with the process otherwise."""
 
 _loaded_in_bf16 = WeakTensorKeyDictionary()
 """Parameters that were adopted as bf16 to be trained: what a closed engine hands back is their fp32 masters."""
@@ -46,14 +42,12 @@ class Adoption:
         self._pages = [files.pages(parameter for _, parameter in group) for group in discovery.parameter_groups()]
         mapped = sum(end - start for ranges in self._pages for start, end in ranges)
         self._gives_cache_back = unused_host_bytes() < store_bytes + mapped
-        self._made = self._freed_bytes = 0
+        self._made = 0
 
     @contextlib.contextmanager
     def of_unit(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[None]:
         """The next unit, of these parameters, takes over their values in the body. They show the store's behind it."""
-        if self._freed_bytes >= TRIM_BYTES:
-            trim_heap()
-            self._freed_bytes = 0
+        trim_heap()  # small tensors that the units before have freed stay with the process otherwise
         for pages in self._pages[self._made + 1 if self._made else 0 : self._made + 2]:
             read_ahead(pages)
         if self._meta_weights is not None:
@@ -62,7 +56,6 @@ class Adoption:
         if self._gives_cache_back:
             page_out(self._pages[self._made])
         self._made += 1
-        self._freed_bytes += sum(parameter.nbytes for _, parameter in parameters if not parameter.is_meta)
 
     def finish(self) -> None:
         """All units are made."""
@@ -95,8 +88,7 @@ def compute_dtypes(model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
                 f"parameter {name} has dtype {parameter.dtype}; only float32 and bfloat16 weights can be trained with fp32 "
                 "masters. Load the model with dtype=torch.bfloat16 or torch.float32 (fp16 and quantised weights are refused)"
             )
-        rounds = bf16 and id(parameter) not in own
-        dtypes[id(parameter)] = torch.bfloat16 if rounds else _loaded_dtype(parameter)
+        dtypes[id(parameter)] = torch.bfloat16 if bf16 and id(parameter) not in own else _loaded_dtype(parameter)
     return dtypes
 
 

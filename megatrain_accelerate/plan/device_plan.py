@@ -55,8 +55,6 @@ logger = logging.getLogger(__name__)
 LIBRARY_WORKSPACE_BYTES = 128 * MIB
 """Device memory for workspaces of cuBLAS (32 MiB a thread that computes) and small tensors outside the step's graph."""
 
-_CLEARLY_LARGER = 1.25
-
 LONGEST_WITHOUT_CUDNN = 4096
 """Tokens of a sequence. For each new length cuDNN builds attention's kernels, 60 ms forward and 60 backward on an H100, which
 other kernels of torch don't; of longer sequences cuDNN's own speed is worth more."""
@@ -166,9 +164,9 @@ class DevicePlan:
         else:
             extent, in_a_row = self._plan_together(self._runtime.ranks, model, inputs)
         share = 1.0 if self.made.usual_share == 1.0 else extent.share_of(self.made.planned, in_a_row)
-        policy = self._runtime.calls.policy = self.made.placement_at(share)
-        self._runtime.activations.spacing = policy.offload_spacing
-        self.predicted_peak_bytes = max(self.predicted_peak_bytes, self.made.bytes_at(share))
+        self._runtime.calls.policy, predicted_bytes = self.made.at(share)
+        self._runtime.activations.spacing = self._runtime.calls.policy.offload_spacing
+        self.predicted_peak_bytes = max(self.predicted_peak_bytes, predicted_bytes)
         if self.show and self._table is not None:
             say(self._table, file=sys.stderr)
         self._table = None
@@ -248,9 +246,6 @@ class DevicePlan:
     def _plan(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> None:
         """Plans for a batch of this extent, which no plan covers."""
         budget_bytes = self.budget.whole_bytes()
-        # A plan that fills the memory has no room for a batch that is only a little larger; a mere prediction may wait.
-        if not budget_bytes and self.made.planned.covers(extent, _CLEARLY_LARGER):
-            return
         self._runtime.refresh_if_written()
         seen = self.made.seen.union(extent)
         try:
@@ -293,20 +288,16 @@ class DevicePlan:
         self._note(row_sizes=so_far)
         varies = self._runtime.compiled.sizes_vary = sizes_vary(so_far) or any(size != so_far[0] for size in sizes)
         if self._device.type == "cuda" and not forwards_are_open():
-            self._use_cudnn(not varies or max(sizes) > LONGEST_WITHOUT_CUDNN)
+            self.use_cudnn(not varies or max(sizes) > LONGEST_WITHOUT_CUDNN)
 
-    def _use_cudnn(self, is_used: bool) -> None:
-        """Whether attention may run in cuDNN; where that was switched off by somebody else it stays off."""
+    def use_cudnn(self, is_used: bool) -> None:
+        """Whether attention may run in cuDNN, as before the first step; where somebody else switched that off it stays off."""
         if is_used and self._cudnn_again is not None:
             self._cudnn_again()
             self._cudnn_again = None
         elif not is_used and self._cudnn_again is None and torch.backends.cuda.cudnn_sdp_enabled():
             torch.backends.cuda.enable_cudnn_sdp(False)
             self._cudnn_again = weakref.finalize(self, torch.backends.cuda.enable_cudnn_sdp, True)
-
-    def end(self) -> None:
-        """No step follows: attention runs as before the first."""
-        self._use_cudnn(True)
 
     def _best_plan(self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent) -> tuple[PlanRecord, StepOutline]:
         """The plan, and the step that it is made for: on the batch itself as long as all have one size, else on one that
@@ -478,8 +469,7 @@ class DevicePlan:
                 except torch.OutOfMemoryError:
                     if self._compiles_after is None:
                         raise
-                compiles = self._compiles_after is not None
-                if measured is None or (compiles and not self.search_for(measured[1]).something_fits):
+                if measured is None or (self._compiles_after is not None and not self.search_for(measured[1]).something_fits):
                     self._run_layers(compiled=True)  # which takes less memory, so that the first step is compiled too
                     return self.foresee(model, inputs)
                 self._measured_steps[self._way_of(inputs)] = measured

@@ -70,8 +70,7 @@ class KnownValues(TorchDispatchMode):
         try:
             result = _fake_result(func, self._with_counted_masks(func, args), kwargs)
             # What isn't kept isn't made either: a mask of all pairs of many tokens would take longer than the step.
-            sizes = [tensor.numel() for tensor in tensors_in(result)]
-            is_large = bool(sizes) and min(sizes) > _MOST_ELEMENTS
+            is_large = min((tensor.numel() for tensor in tensors_in(result)), default=0) > _MOST_ELEMENTS
             real = None if is_large else self._real_result(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             real = self._real_result(func, args, kwargs)

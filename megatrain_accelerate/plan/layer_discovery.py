@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from megatrain_accelerate.config import MegatrainConfig, nearest
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.gradients.offload import GRADIENT_SLOTS
 from megatrain_accelerate.plan.machine import USABLE_SHARE_OF_DEVICE
-from megatrain_accelerate.store.layout import FlatLayout, ParameterSpec, expert_ranges
+from megatrain_accelerate.store.layout import FlatLayout, expert_ranges
 from megatrain_accelerate.units import MIB
 
 logger = logging.getLogger(__name__)
@@ -261,13 +261,9 @@ def _chosen_parts(
 ) -> int:
     """The fewest parts of the experts with which slots don't take more than their share of the budget, or hardly more than
     with the most."""
-
-    def layout(parameters: Iterable[tuple[str, nn.Parameter]]) -> FlatLayout:
-        return FlatLayout(ParameterSpec(k, tuple(p.shape), dtypes[id(p)], p.requires_grad) for k, p in parameters)
-
-    whole = [layout(layer.named_parameters()) for _, layer in cut.layers]
-    rest = [layout(cut.parameters_of(index)) for index in range(len(cut.layers))]
-    experts = [(spec.count, layout(spec.module.named_parameters())) for spec in cut.experts]
+    whole = [FlatLayout.of(layer.named_parameters(), dtypes) for _, layer in cut.layers]
+    rest = [FlatLayout.of(cut.parameters_of(index), dtypes) for index in range(len(cut.layers))]
+    experts = [(spec.count, FlatLayout.of(spec.module.named_parameters(), dtypes)) for spec in cut.experts]
 
     def slot_bytes(parts: int) -> int:
         largest = [expert_ranges(count, parts)[0].layout(of_layer) for count, of_layer in experts]

@@ -128,7 +128,7 @@ def measure_layers(
     ):
         # Gives autograd's thread for the device its CUDA context: cuBLAS warns where it has none.
         torch.ones((), device=device, requires_grad=True).mul(2.0).backward()
-        outside_seconds = _measure_outside(model, inputs, layers, runtime)
+        outside_seconds = _measure_outside(model, inputs, layers)
     measured = dataclasses.replace(outline, profiles={**outline.profiles, **layers.profiles}, outside_seconds=outside_seconds)
     del layers
     torch.cuda.empty_cache()
@@ -145,14 +145,14 @@ class _MeasuredLayers:
         self.kinds = [event.kind for event in outline.forward_calls]
         self.position = 0
         """Of the next call in the model's forward."""
-        self._runtime, self._outline, self._budget_bytes, self._is_plain = runtime, outline, budget_bytes, is_plain
+        self.runtime, self._outline, self._budget_bytes, self._is_plain = runtime, outline, budget_bytes, is_plain
         self._outputs: dict[Hashable, tuple[Any, Recorded]] = {}
 
     def __call__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = self.kinds[self.position]
         self.position += 1
         if kind not in self._outputs:
-            self.profiles[kind], self._outputs[kind] = self._measured(kind, layer, args, kwargs)
+            self.profiles[kind], self._outputs[kind] = self._measured(kind, layer, (args, kwargs))
         made = self._outputs[kind]
         needs = [tensor.is_floating_point() for tensor in tensors_in(made)]
         (output, recorded), _ = as_leaves(made, {}, needs)
@@ -160,12 +160,10 @@ class _MeasuredLayers:
         output_recorder.enter(recorded)
         return output
 
-    def _measured(
-        self, kind: Hashable, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[LayerProfile, tuple[Any, Recorded]]:
+    def _measured(self, kind: Hashable, layer: StreamedLayer, given: _Arguments) -> tuple[LayerProfile, tuple[Any, Recorded]]:
         """The profile of a layer's call; what the call returns, and what it records."""
-        runtime, dry = self._runtime, self._outline.profiles[kind]
-        row, args, kwargs = layer.unpadded.in_a_row(runtime.calls.real_in_one_row, args, kwargs)
+        runtime, dry = self.runtime, self._outline.profiles[kind]
+        row, args, kwargs = layer.unpadded.in_a_row(runtime.calls.real_in_one_row, *given)
         split = BatchSplit.of_call(layer, args, kwargs, runtime.batch_cut)
         args, kwargs = split.first_piece(args, kwargs)
         slot = runtime.prefetcher.acquire(layer, ())
@@ -203,14 +201,12 @@ class _MeasuredLayers:
         return dataclasses.replace(profile, **reckoned), (batch_of(row, output), recorded)
 
 
-def _measure_outside(
-    model: nn.Module, inputs: Mapping[str, Any], layers: _MeasuredLayers, runtime: StreamingRuntime
-) -> float | None:
+def _measure_outside(model: nn.Module, inputs: Mapping[str, Any], layers: _MeasuredLayers) -> float | None:
     """Measures the layers and, from a model that returns a loss, the seconds of what runs outside them until the loss's
     gradient has come down to the last layer; None for another model."""
-    stopwatch = _Stopwatch(runtime.streams.device, counts_bytes=False)
+    stopwatch = _Stopwatch(layers.runtime.streams.device, counts_bytes=False)
     # A hook of a parameter, the engine's among them, isn't to see this.
-    resident = [state.parameter for group in runtime.groups for state in group.unit.states]
+    resident = [state.parameter for group in layers.runtime.groups for state in group.unit.states]
     wanted = [parameter for parameter in resident if parameter.requires_grad and not parameter._backward_hooks]
     try:
         for _ in range(1 + _OUTSIDE_ROUNDS):  # the first one measures the layers
@@ -244,9 +240,8 @@ class _Measurement:
         times_attention: bool,
         is_plain: bool,
     ) -> None:
-        limit_bytes = runtime.config.gpu_memory_bytes
         self.forward, self.kept_forward, self._recompute, self.backward = (
-            _Stopwatch(runtime.streams.device, limit_bytes) for _ in range(4)
+            _Stopwatch(runtime.streams.device, runtime.config.gpu_memory_bytes) for _ in range(4)
         )
         self.given_up_bytes = 0
         """Of what the layer returns and its graph doesn't hold."""

@@ -43,11 +43,10 @@ class BatchExtent:
         ids = next(iter(text.values()))
         return cls(elements, ids.shape[1], ids.numel() if real is None else len(real.index))
 
-    def covers(self, other: BatchExtent, factor: float = 1.0) -> bool:
-        """Whether a step on a batch of that extent needs at most the memory of one on a batch of this times ``factor``."""
-        if other.elements > factor * self.elements:
-            return False
-        return not self.length or (other.length <= factor * self.length and other.real <= factor * self.real)
+    def covers(self, other: BatchExtent) -> bool:
+        """Whether a step on a batch of that extent needs at most the memory of one on a batch of this."""
+        is_shorter = not self.length or (other.length <= self.length and other.real <= self.real)
+        return is_shorter and other.elements <= self.elements
 
     def share_of(self, largest: BatchExtent, in_a_row: bool) -> float:
         """Tokens over those of a ``largest`` batch that covers this one; ``in_a_row``: where padding is left out."""

@@ -73,26 +73,21 @@ class PlanRecord:
     is_linear: bool = False
     """Whether the two placements differ in the number of kept layers alone, and what is between them may be reckoned."""
 
-    def placement_at(self, share: float) -> Placement:
-        """For a batch with that share of the largest one's tokens. A batch of ``t`` tokens with ``k`` kept layers takes
-        ``a + (b + c k) t`` bytes, where each layer keeps ``c`` a token, ``b`` are needed beside them, and ``a`` in any case.
-        So the most layers that fit fall on a line over ``1 / t``."""
+    def at(self, share: float) -> tuple[Placement, int]:
+        """For a batch with that share of the largest one's tokens, and the bytes that it is predicted to take, at most. One of
+        ``t`` tokens with ``k`` kept layers takes ``a + (b + c k) t`` bytes, where each layer keeps ``c`` a token, ``b`` are
+        needed beside them, and ``a`` in any case. So the most layers that fit fall on a line over ``1 / t``, and with these
+        the bytes on one over ``t``."""
         if share <= self.usual_share < 1.0:
-            return self.usual_placement
+            return self.usual_placement, self.usual_bytes
         if share >= 1.0 or not self.is_linear:
-            return self.placement
-        kept, last_kept = len(self.placement.kept), max(self.usual_placement.kept, default=0)
-        more = (len(self.usual_placement.kept) - kept) * (1 / share - 1) / (1 / self.usual_share - 1)
-        return dataclasses.replace(self.placement, kept=frozenset(range(last_kept + 1 - kept - int(more), last_kept + 1)))
-
-    def bytes_at(self, share: float) -> int:
-        """Predicted for such a batch, at most: with the kept layers on that line, bytes are on one over ``t``."""
-        if share <= self.usual_share < 1.0:
-            return self.usual_bytes
-        if share >= 1.0 or not self.is_linear:
-            return self.predicted_bytes
+            return self.placement, self.predicted_bytes
+        count, last_kept = len(self.placement.kept), max(self.usual_placement.kept, default=0)
+        more = (len(self.usual_placement.kept) - count) * (1 / share - 1) / (1 / self.usual_share - 1)
+        kept = frozenset(range(last_kept + 1 - count - int(more), last_kept + 1))
         above = (share - self.usual_share) / (1.0 - self.usual_share)
-        return round(self.usual_bytes + above * (self.predicted_bytes - self.usual_bytes))
+        predicted = round(self.usual_bytes + above * (self.predicted_bytes - self.usual_bytes))
+        return dataclasses.replace(self.placement, kept=kept), predicted
 
     def as_data(self) -> dict[str, Any]:
         """Numbers, texts, lists and dicts alone, as JSON has them."""

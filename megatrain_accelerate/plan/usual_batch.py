@@ -65,7 +65,7 @@ def place_both(
         # What else a batch takes may grow more slowly than its tokens (the loss takes tiles): one between the two tells.
         between = share**0.5
         step = step_at(between)
-        fits = step is not None and search_for(step, there).fits(both.placement_at(between))
+        fits = step is not None and search_for(step, there).fits(both.at(between)[0])
         both = dataclasses.replace(both, is_linear=fits)
     return both, both.is_linear and not moves
 

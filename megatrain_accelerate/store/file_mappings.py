@@ -14,7 +14,6 @@ import torch
 
 from megatrain_accelerate.units import round_up
 
-_MADV_WILLNEED = 3
 _MADV_PAGEOUT = 21  # Linux 5.4: gives clean pages back; what was written to is kept
 
 PageRange = tuple[int, int]
@@ -53,7 +52,7 @@ class FileMappings:
 
 def read_ahead(ranges: Sequence[PageRange]) -> None:
     """Starts reading the pages from disk. Returns before they are there."""
-    _advise(ranges, _MADV_WILLNEED)
+    _advise(ranges, mmap.MADV_WILLNEED)
 
 
 def page_out(ranges: Sequence[PageRange]) -> None:

@@ -39,8 +39,7 @@ class HostMemory:
     def __init__(self, size_bytes: int, *, register: bool, shared: mmap.mmap | None = None) -> None:
         self.size_bytes = round_up(max(size_bytes, 1), mmap.PAGESIZE)
         try:
-            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._mapping = mmap.mmap(-1, self.size_bytes, flags=private) if shared is None else shared
+            self._mapping = shared or mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError) as error:
             raise HostMemoryError(
                 f"the kernel refused {format_bytes(self.size_bytes)} of host memory ({error}); "
@@ -136,7 +135,6 @@ def copy_staged(
     buffers: torch.Tensor,
     events: Sequence[Any],
     kernels: HostKernels,
-    *,
     to_host: bool,
 ) -> None:
     """See :func:`copy_bytes`: the host fills or empties one of two page-locked ``buffers`` while the link copies the other.

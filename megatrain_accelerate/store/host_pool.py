@@ -18,7 +18,6 @@ from megatrain_accelerate.units import KIB, format_bytes, round_up
 GRANULE_BYTES = 64 * KIB
 """Blocks are multiples of it: no part is so small that its copy costs more to issue than to run."""
 
-
 HostBlock = list[torch.Tensor]
 """Bytes of the pool, in one part or several, in order, uint8; together exactly those that were asked for. Each part begins at
 a granule. Owner: who took it, until :meth:`HostPool.give_back`."""
@@ -48,12 +47,6 @@ class HostPool:
     @property
     def _free_bytes(self) -> int:
         return sum(part.numel() for part in self._free)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of blocks that weren't given back, or that a copy may still use."""
-        self._reclaim(wait=False)
-        return self.size_bytes - self._free_bytes
 
     def take(self, size_bytes: int) -> HostBlock:
         """A block of ``size_bytes`` (at least 1). Grows the pool only if what is free is too small; a ``HostMemoryError``

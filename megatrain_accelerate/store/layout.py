@@ -14,9 +14,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch import nn
 
 from megatrain_accelerate.units import round_up
 
@@ -87,6 +88,11 @@ class FlatLayout:
         self.key = _keys.setdefault(tuple((entry.spec, entry.weight_offset) for entry in self.entries), len(_keys))
         """Equal for units of equal layout, whose views of a slot can be shared."""
 
+    @classmethod
+    def of(cls, parameters: Iterable[tuple[str, nn.Parameter]], dtypes: Mapping[int, torch.dtype]) -> FlatLayout:
+        """That of named parameters, of which each computes in its one of ``dtypes``, by ``id``."""
+        return cls(ParameterSpec(name, tuple(p.shape), dtypes[id(p)], p.requires_grad) for name, p in parameters)
+
     @property
     def parameter_count(self) -> int:
         """Parameters without padding."""
@@ -112,8 +118,8 @@ class FlatLayout:
         views = []
         for entry in self.trainable_entries if trainable_only else self.entries:
             size = entry.spec.numel * entry.spec.dtype.itemsize
-            flat = buffer[entry.weight_offset : entry.weight_offset + size].view(entry.spec.dtype)
-            views.append(flat.view(entry.spec.shape))
+            flat = buffer[entry.weight_offset : entry.weight_offset + size]
+            views.append(flat.view(entry.spec.dtype).view(entry.spec.shape))
         return views
 
 

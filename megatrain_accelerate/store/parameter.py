@@ -92,8 +92,7 @@ class ParamHandle:
     def give_back(self, data: torch.Tensor) -> None:
         """Makes ``data`` the parameter's, or the copy of another store that holds it."""
         self._shown = self._address = None
-        others = (handle._shown for handle in self._all)
-        self.parameter.data = next((shown for shown in others if shown is not None), data)
+        self.parameter.data = next((other._shown for other in self._all if other._shown is not None), data)
 
     @contextlib.contextmanager
     def replaced(self, data: torch.Tensor, gradient: torch.Tensor | None) -> Iterator[None]:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatrain_accelerate.kernels.device import ParameterStep, StepKernels
-from megatrain_accelerate.kernels.host import AdamArguments
+from megatrain_accelerate.kernels.device import StepKernels
+from megatrain_accelerate.kernels.host import AdamArguments, ParameterStep
 from megatrain_accelerate.kernels.moments import Int8Moments, Moments
 from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS, ExpertRange, FlatLayout
 from megatrain_accelerate.store.parameter import ParameterState

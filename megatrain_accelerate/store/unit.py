@@ -4,7 +4,7 @@ A bf16 weight's fp32 master is split: the bf16 half that streams to the GPU and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.kernels.moments import Moments, moment_bytes, moments_within
 from megatrain_accelerate.store.device_states import DeviceStates
 from megatrain_accelerate.store.host_memory import DeviceMemory, HostMemory, copy_bytes
-from megatrain_accelerate.store.layout import ExpertRange, FlatEntry, FlatLayout, ParameterSpec, part_bytes
+from megatrain_accelerate.store.layout import ExpertRange, FlatEntry, FlatLayout, part_bytes
 from megatrain_accelerate.store.parameter import ParameterState, ParamHandle
 from megatrain_accelerate.store.segments import FlatStates
 from megatrain_accelerate.store.shared_store import SharedStore, SharedUnit
@@ -35,7 +35,7 @@ class HostUnit:
     gradients and moments are promised when it is to be trained, and made when they are first needed, see :meth:`allocate`.
 
     Args:
-        parameters: (name, parameter) of the unit, each parameter once, in model order; each computes in its one of ``dtypes``.
+        parameters: (name, parameter) of the unit, once, in model order; each computes in its one of ``dtypes``, by ``id``.
         register: see :class:`HostMemory`.
         holds_masters: False if the weights are all there is of them: loaded in bf16, and not to be trained so far.
         moments_dtype: fp32, bf16, or int8 for codes and scales.
@@ -46,7 +46,7 @@ class HostUnit:
         self,
         name: str,
         parameters: Sequence[tuple[str, nn.Parameter]],
-        dtypes: Sequence[torch.dtype],
+        dtypes: Mapping[int, torch.dtype],
         *,
         kernels: HostKernels,
         register: bool,
@@ -66,10 +66,7 @@ class HostUnit:
         """By what it holds."""
         self._promised: set[str] = set()
         """What memory was promised for, whether it has been made or not."""
-        self.layout = FlatLayout(
-            ParameterSpec(key, tuple(parameter.shape), dtype, parameter.requires_grad)
-            for (key, parameter), dtype in zip(parameters, dtypes, strict=True)
-        )
+        self.layout = FlatLayout.of(parameters, dtypes)
         self.sizes = sizes_by_kind(self.layout, moments_dtype)
         """Bytes of its memory by what it holds, whether made or not."""
         self.sums_device: torch.device | None = None
@@ -93,9 +90,8 @@ class HostUnit:
         """Flat moments of the fused optimizer. None before they are made."""
         self.passes_gradients = False
         """Whether gradients have no memory here: :attr:`gradients` is then the buffer that they came in last."""
-        shared = None if self.shared is None else self.share
         self.states = [
-            ParameterState(ParamHandle(parameter), entry, parameter.data, share=shared)
+            ParameterState(ParamHandle(parameter), entry, parameter.data, share=None if store is None else self.share)
             for (_, parameter), entry in zip(parameters, self.layout.entries, strict=True)
         ]
         self._make("weights", touch=False)
@@ -275,9 +271,7 @@ class HostUnit:
         if gradients is None:
             return [(self.weights, of_slot(0, self.layout.weight_bytes))]
         place = self.share.bytes
-        if (place.start, place.stop) != (0, gradients.numel()):
-            gradients = gradients[place]
-        return [(gradients, of_slot(place.start, place.stop))]
+        return [(gradients[place], of_slot(place.start, place.stop))]
 
     def pieces_of_part(self, part: slice, of_slot: BytesOf) -> tuple[list[tuple[torch.Tensor, ...]], int]:
         """As :meth:`pieces` of a part of the weights in bytes, and how many of these come from the host: those that don't lie
@@ -411,11 +405,7 @@ def sizes_by_kind(layout: FlatLayout, moments_dtype: torch.dtype) -> dict[str, i
 
 
 def planned_host_bytes(
-    layouts: Iterable[FlatLayout],
-    training: bool,
-    fp32_sums: bool = False,
-    passing: int = 0,
-    moments_dtype: torch.dtype = torch.float32,
+    layouts: Iterable[FlatLayout], moments_dtype: torch.dtype, training: bool, fp32_sums: bool = False, passing: int = 0
 ) -> dict[str, int]:
     """Bytes that units of these layouts will take with the fused optimizer, by what they hold. ``training``: whether there are
     gradients and moments. ``passing``: how many of the first units have gradients that pass."""

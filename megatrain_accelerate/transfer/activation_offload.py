@@ -21,7 +21,7 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.store.host_pool import HostBlock, HostPool
 from megatrain_accelerate.transfer.call_order import Tape
 from megatrain_accelerate.transfer.meter import Cause, Meter, named_range
-from megatrain_accelerate.transfer.streams import Streams
+from megatrain_accelerate.transfer.streams import Place, Streams
 from megatrain_accelerate.units import MIB
 
 MIN_OFFLOADED_BYTES = 1 * MIB
@@ -50,7 +50,7 @@ class _Parcel:
         self.on_device: torch.UntypedStorage | None = source.untyped_storage()
         """The storage itself until its copy out is over; in backward what came back; else None."""
         self.size_bytes = self.on_device.nbytes()
-        self.block: HostBlock | None = None
+        self.block: HostBlock = []
         self.last_copy_event: Any = None
         """Over when no copy uses the host memory any more."""
         self.arrival: _Arrival | None = None
@@ -72,7 +72,7 @@ class _Parcel:
         if self.arrival is not None and not self.arrival.is_waited_for:
             # A backward that ended early: the copy back may still write the memory.
             self.offloader.strays.append((self.arrival, self.on_device))
-        if self.block is not None:
+        if self.block:
             self.offloader.pool.give_back(self.block, self.last_copy_event)
 
 
@@ -81,15 +81,12 @@ class ParcelPlace:
     """What autograd holds instead of a tensor that went to the host: the parcel, and the tensor's view of its storage."""
 
     parcel: _Parcel
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    place: Place
 
     def tensor(self) -> torch.Tensor:
         """The tensor, on the device again. Raises what :meth:`ActivationOffloader.on_device` does."""
-        storage = self.parcel.offloader.on_device(self.parcel)
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, self.offset, self.shape, self.stride)
+        storage, (dtype, shape, stride, offset) = self.parcel.offloader.on_device(self.parcel), self.place
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
 class Recording:
@@ -121,8 +118,8 @@ class Recording:
             return None
         if (key := (storage.data_ptr(), tensor._version)) not in self._open:
             self._open[key] = _Parcel(tensor.detach(), self.label, self._offloader)
-        parcel = self._open[key]
-        return ParcelPlace(parcel, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        place = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        return ParcelPlace(self._open[key], place)
 
     def seal(self) -> list[_Parcel]:
         """Ends the recording; returns its parcels, which only their places hold from now on."""
@@ -213,7 +210,6 @@ class ActivationOffloader:
             # RAW: the copies must see the finished activations.
             d2h_stream.wait_event(made_event)
             for parcel in parcels:
-                assert parcel.block is not None
                 assert parcel.on_device is not None
                 self.copy(parcel.block, parcel.on_device, to_host=True)
             copied_event.record(d2h_stream)
@@ -268,7 +264,6 @@ class ActivationOffloader:
             for copied_event in {id(p.last_copy_event): p.last_copy_event for p in parcels}.values():
                 h2d_stream.wait_event(copied_event)
             for parcel, storage in zip(parcels, storages, strict=True):
-                assert parcel.block is not None
                 parcel.on_device, parcel.arrival, parcel.last_copy_event = storage, arrival, arrived_event
                 self.copy(parcel.block, storage, to_host=False)
             arrived_event.record(h2d_stream)
@@ -277,14 +272,9 @@ class ActivationOffloader:
     def copy(self, block: HostBlock, storage: torch.UntypedStorage, to_host: bool) -> None:
         """Issues the copies between a block on the host and memory on the device."""
         flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-        offset = 0
-        for part in block:
-            on_device = flat[offset : offset + part.numel()]
-            if to_host:
-                part.copy_(on_device, non_blocking=True)
-            else:
-                on_device.copy_(part, non_blocking=True)
-            offset += part.numel()
+        for part, on_device in zip(block, flat.split([part.numel() for part in block]), strict=True):
+            target, source = (part, on_device) if to_host else (on_device, part)
+            target.copy_(source, non_blocking=True)
 
     def close(self) -> None:
         """Gives up what is on the device, and unregisters the host memory."""

@@ -78,8 +78,7 @@ class CallOrder:
 
     def after_backward(self, tape: Tape, position: int, count: int, forward_follows: bool) -> Sequence[int]:
         """Indices expected after the backward of the call at ``position``."""
-        start = max(0, position - count)
-        following = tape.calls[start:position][::-1]
+        following = tape.calls[max(0, position - count) : position][::-1]
         if len(following) < count and forward_follows:
             following = following + tape.calls[: count - len(following)]
         return following

@@ -106,7 +106,7 @@ class UpdateGate:
 
 
 class Meter:
-    """Owner of the counters. On the CPU stand-in, where work is over when it is issued, the host's clock is read instead."""
+    """Owner of the counters."""
 
     def __init__(self, streams: Streams) -> None:
         self.counters = Counters()
@@ -120,9 +120,6 @@ class Meter:
         """Makes the compute stream wait for the ``event`` behind a copy and accounts for the stall. The copy would have been
         issued ``late_ms`` earlier but for the step of its weights."""
         compute_stream = self._streams.compute_stream
-        if not self._streams.is_cuda:
-            compute_stream.wait_event(event)
-            return
 
         def add(waited_ms: float) -> None:
             by_step_ms = min(waited_ms, late_ms)
@@ -144,8 +141,7 @@ class Meter:
         holds_up = not streams.is_cuda and not beside_compute
 
         def add(copy_ms: float) -> None:
-            wait_ms = copy_ms if holds_up else 0.0
-            self.counters.add(direction, copied_bytes=copied_bytes, copy_ms=copy_ms, wait_ms=wait_ms)
+            self.counters.add(direction, copied_bytes=copied_bytes, copy_ms=copy_ms, wait_ms=copy_ms if holds_up else 0.0)
 
         return _Timed(self, streams.h2d_stream if direction is Cause.H2D else streams.d2h_stream, add)
 
@@ -188,23 +184,16 @@ class _Timed:
         self._add = add
 
     def __enter__(self) -> None:
-        meter, streams = self._meter, self._meter._streams
-        if not streams.is_cuda:
-            self._begun = time.perf_counter()
-            return
+        meter, event = self._meter, self._meter._streams.event
         with meter._lock:
             pair = meter._spare.pop() if meter._spare else None
-        self._pair = pair or (streams.event(timing=True), streams.event(timing=True))
+        self._pair = pair or (event(timing=True), event(timing=True))
         self._pair[0].record(self._stream)
 
     def __exit__(self, *error: object) -> None:
         meter = self._meter
-        if not meter._streams.is_cuda:
-            with meter._lock:
-                self._add(1e3 * (time.perf_counter() - self._begun))
-            return
         self._pair[1].record(self._stream)
         with meter._lock:
             meter._pending.append((*self._pair, self._add))
-        if len(meter._pending) > 4096:
+        if len(meter._pending) > 4096 or not meter._streams.is_cuda:
             meter.harvest()

@@ -8,6 +8,7 @@ h2d_stream      weights, host to device, one copy a layer;           compute of 
                 of a part of its experts one copy a parameter
 d2h_stream      gradients, device to host, as many                   compute of the layer that follows in backward
 step_stream     steps of states on the device of units on the host   the next forward
+arriving_stream their gradients, host to device, one copy a step     the step before
 =============== ==================================================== =============================================
 
 Events live on the objects that they protect, and order the reuse of slots, so that ``record_stream`` isn't needed.
@@ -16,7 +17,7 @@ Events live on the objects that they protect, and order the reuse of slots, so t
 from __future__ import annotations
 
 import contextlib
-import functools
+import time
 from typing import Any
 
 import torch
@@ -27,9 +28,13 @@ from megatrain_accelerate.store.layout import FlatLayout
 
 
 class Immediate:
-    """Stream and event of the CPU stand-in, where work is over when it is issued: nothing waits, all is complete."""
+    """Stream and event of the CPU stand-in, where work is over when it is issued: nothing waits, all is complete. The host's
+    clock stands for the GPU's."""
 
-    def record(self, stream: Any = None) -> None: ...
+    _recorded_at = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._recorded_at = time.perf_counter()
 
     def synchronize(self) -> None: ...
 
@@ -39,12 +44,12 @@ class Immediate:
         return True
 
     def elapsed_time(self, end: Immediate) -> float:
-        return 0.0
+        return 1e3 * (end._recorded_at - self._recorded_at)
 
 
 _NO_STREAM = contextlib.nullcontext()
 Place = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
-"""Where in a slot a tensor lies: dtype, shape, strides and offset, the last two in elements."""
+"""Where in a slot, or a storage, a tensor lies: dtype, shape, strides and offset, the last two in elements."""
 
 
 class Streams:
@@ -53,18 +58,8 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_cuda = device.type == "cuda"
-        self.h2d_stream: Any = torch.cuda.Stream(device) if self.is_cuda else Immediate()
-        self.d2h_stream: Any = torch.cuda.Stream(device) if self.is_cuda else Immediate()
-
-    @functools.cached_property
-    def step_stream(self) -> Any:
-        """Of steps on the device of units that live on the host."""
-        return torch.cuda.Stream(self.device) if self.is_cuda else Immediate()
-
-    @functools.cached_property
-    def arriving_stream(self) -> Any:
-        """Of the copies of their gradients."""
-        return torch.cuda.Stream(self.device) if self.is_cuda else Immediate()
+        made: list[Any] = [torch.cuda.Stream(device) if self.is_cuda else Immediate() for _ in range(4)]
+        self.h2d_stream, self.d2h_stream, self.step_stream, self.arriving_stream = made
 
     @property
     def compute_stream(self) -> Any:

@@ -8,7 +8,7 @@ from engine_runs import train_streamed
 from plain_torch import tiny_model, token_batches
 
 from megatrain_accelerate.kernels.device import DeviceKernels
-from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
+from megatrain_accelerate.kernels.host import AdamArguments, HostKernels, ParameterStep
 from megatrain_accelerate.kernels.moments import FloatMoments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -41,9 +41,10 @@ def test_a_step_with_bf16_moments_has_the_bits_of_one_on_the_host(is_sum: bool, 
         split = grad_hi, arguments, residual, first_element
         host.adamw(*theirs[:2], FloatMoments(*theirs[2:]), *split)
         split = grad_hi.cuda(), arguments, grad_lo.cuda() if is_sum else None, first_element
-        device.adamw(*ours[:2], FloatMoments(*ours[2:]), *split)
+        device.adamw_of_many([ParameterStep(*ours[:2], FloatMoments(*ours[2:]), *split)])
         host.adamw(plain_theirs[0], None, FloatMoments(*plain_theirs[1:]), gradient, arguments, None, first_element)
-        device.adamw(plain_ours[0], None, FloatMoments(*plain_ours[1:]), gradient.cuda(), arguments, None, first_element)
+        plain = gradient.cuda(), arguments, None, first_element
+        device.adamw_of_many([ParameterStep(plain_ours[0], None, FloatMoments(*plain_ours[1:]), *plain)])
     for name, a, b in zip(("hi", "lo", "exp_avg", "exp_avg_sq"), ours, theirs, strict=True):
         assert torch.equal(a.cpu(), b), f"{name}: {int((a.cpu() != b).sum())} of {COUNT} differ"
     for name, a, b in zip(("weight", "exp_avg", "exp_avg_sq"), plain_ours, plain_theirs, strict=True):

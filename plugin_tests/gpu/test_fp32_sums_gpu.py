@@ -14,7 +14,7 @@ from torch import nn
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.gradients.fp32_sums import joined_sum
 from megatrain_accelerate.kernels.device import DeviceKernels
-from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
+from megatrain_accelerate.kernels.host import AdamArguments, HostKernels, ParameterStep
 from megatrain_accelerate.kernels.moments import FloatMoments
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
@@ -75,7 +75,7 @@ def test_a_step_from_a_split_gradient_has_the_bits_of_the_host(decoupled: bool) 
     ours = [tensor.cuda() for tensor in theirs]
     gradient = [tensor.cuda() for tensor in halves[1]]
     for _ in range(3):
-        device.adamw(*ours[:2], FloatMoments(*ours[2:]), gradient[0], arguments, gradient[1])
+        device.adamw_of_many([ParameterStep(*ours[:2], FloatMoments(*ours[2:]), gradient[0], arguments, gradient[1])])
         host.adamw(*theirs[:2], FloatMoments(*theirs[2:]), halves[1][0], arguments, halves[1][1])
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a.cpu(), b)

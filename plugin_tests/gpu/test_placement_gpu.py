@@ -12,7 +12,7 @@ from engine_runs import Training, attach, train_streamed
 from plain_torch import tiny_model, token_batches
 
 from megatrain_accelerate.kernels.device import DeviceKernels, mean_of_rows
-from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
+from megatrain_accelerate.kernels.host import AdamArguments, HostKernels, ParameterStep
 from megatrain_accelerate.kernels.moments import FloatMoments
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.plan import device_plan
@@ -73,9 +73,9 @@ def test_a_step_on_the_gpu_has_the_bits_of_one_on_the_host(arguments: AdamArgume
     plain_theirs = [t.clone() for t in (master, exp_avg, exp_avg_sq, gradient)]
     for _ in range(3):
         for kernels, (weight, residual, m, v, grad) in ((host, theirs), (device, ours)):
-            kernels.adamw(weight, residual, FloatMoments(m, v), grad, arguments)
+            kernels.adamw_of_many([ParameterStep(weight, residual, FloatMoments(m, v), grad, arguments)])
         for kernels, (weight, m, v, grad) in ((host, plain_theirs), (device, plain_ours)):
-            kernels.adamw(weight, None, FloatMoments(m, v), grad, arguments)
+            kernels.adamw_of_many([ParameterStep(weight, None, FloatMoments(m, v), grad, arguments)])
     for name, a, b in zip(("hi", "lo", "exp_avg", "exp_avg_sq"), ours, theirs, strict=False):
         assert torch.equal(a.cpu(), b), f"{name}: {int((a.cpu() != b).sum())} of {COUNT} differ"
     for name, a, b in zip(("weight", "exp_avg", "exp_avg_sq"), plain_ours, plain_theirs, strict=False):

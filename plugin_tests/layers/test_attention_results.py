@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import attach, train_streamed
+from engine_runs import attach, train_streamed, used_bytes
 from plain_torch import tiny_model, token_batches
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -170,9 +170,9 @@ def test_results_wait_on_the_host_where_the_inputs_do_and_come_back_for_backward
         engine = attach(model, kept_layers=0, kept_attention=attention, offloaded_inputs=True)
         loss = model(input_ids=ids, labels=ids).loss
         engine.runtime.activations.settle()
-        waiting[attention] = engine.runtime.activations.pool.used_bytes
+        waiting[attention] = used_bytes(engine.runtime.activations.pool)
         results = 4 * ids.numel() * model.config.hidden_size * 2
         assert backward_kernels(loss) == 4 - attention
-        assert engine.runtime.activations.pool.used_bytes == 0
+        assert used_bytes(engine.runtime.activations.pool) == 0
         engine.close()
     assert waiting[4] - waiting[0] >= results

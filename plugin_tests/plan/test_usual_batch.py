@@ -73,7 +73,7 @@ def followed(run: Training, batches: list[dict[str, torch.Tensor]]) -> list[int]
         kept.append(len(run.engine.runtime.calls.policy.kept))
         real = real_tokens(inputs)
         share = BatchExtent.of(inputs, real).share_of(plan.made.planned, real is not None)
-        assert taken_bytes(run, inputs) <= plan.made.bytes_at(share)
+        assert taken_bytes(run, inputs) <= plan.made.at(share)[1]
         run.optimizer.step()
         run.optimizer.zero_grad()
         assert taken_bytes(run, inputs) <= plan.predicted_peak_bytes <= plan.made.predicted_bytes
@@ -227,13 +227,12 @@ RECORD = PlanRecord(
 def test_between_the_usual_batch_and_the_largest_kept_layers_fall_with_one_over_the_tokens(
     share: float, kept: int, taken: int
 ) -> None:
-    assert RECORD.placement_at(share).kept == frozenset(range(8 - kept, 8))
-    assert RECORD.bytes_at(share) == taken
+    placement, predicted_bytes = RECORD.at(share)
+    assert placement.kept == frozenset(range(8 - kept, 8))
+    assert predicted_bytes == taken
 
 
 def test_where_memory_grows_faster_than_the_tokens_larger_batches_than_the_usual_have_the_placement_of_the_largest() -> None:
     faster = dataclasses.replace(RECORD, is_linear=False)
-    assert faster.placement_at(0.25) == RECORD.usual_placement
-    assert faster.placement_at(0.3) == LARGEST
-    assert faster.bytes_at(0.25) == 600
-    assert faster.bytes_at(0.3) == 1000
+    assert faster.at(0.25) == (RECORD.usual_placement, 600)
+    assert faster.at(0.3) == (LARGEST, 1000)

@@ -140,7 +140,8 @@ def kernels() -> Any:
 
 def unit_of(specs: list[ParameterSpec], kernels: HostKernels) -> HostUnit:
     parameters = [(s.name, nn.Parameter(torch.zeros(s.shape), requires_grad=s.trainable)) for s in specs]
-    return HostUnit("unit", parameters, [s.dtype for s in specs], kernels=kernels, register=False)
+    dtypes = {id(parameter): s.dtype for (_, parameter), s in zip(parameters, specs, strict=True)}
+    return HostUnit("unit", parameters, dtypes, kernels=kernels, register=False)
 
 
 def arguments(lr: float = 1e-3, step: int = 1, clip_factor: float = 1.0) -> AdamArguments:

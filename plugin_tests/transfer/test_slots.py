@@ -54,7 +54,7 @@ class Bench:
             unit = HostUnit(
                 f"layers.{index}",
                 [("weight", module.weight)],
-                [torch.float32],
+                {id(module.weight): torch.float32},
                 kernels=kernels,
                 register=False,
             )

@@ -12,10 +12,6 @@
 
 #include <cstdint>
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
 #include "thread_pool.h"
 
 #define MEGATRAIN_INLINE inline __attribute__((always_inline))
@@ -38,30 +34,6 @@
 namespace megatrain {
 
 enum InstructionSet : int { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
-
-// What the processor has and the system saves the registers of. (__builtin_cpu_supports() isn't asked: in the run-time
-// library of Zig's compiler, which builds the wheels, it says no to everything.)
-inline InstructionSet best_instruction_set() {
-#if defined(__x86_64__)
-  constexpr unsigned kFirst = bit_FMA | bit_OSXSAVE;
-  constexpr unsigned kSeventh = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
-  constexpr unsigned kYmmState = 0x6, kZmmState = 0xe6;
-  unsigned eax, ebx, ecx, edx;
-  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & kFirst) != kFirst ||
-      !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(ebx & bit_AVX2)) {
-    return kBaseline;
-  }
-  unsigned saved, upper;
-  __asm__("xgetbv" : "=a"(saved), "=d"(upper) : "c"(0));
-  if ((saved & kZmmState) == kZmmState && (ebx & kSeventh) == kSeventh) {
-    return kAvx512;
-  }
-  if ((saved & kYmmState) == kYmmState) {
-    return kAvx2;
-  }
-#endif
-  return kBaseline;
-}
 
 #define MEGATRAIN_RUN_RANGE(name, target)                         \
   template <class Job>                                            \

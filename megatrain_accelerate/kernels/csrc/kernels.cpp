@@ -94,10 +94,7 @@ MEGATRAIN_EXPORT int megatrain_interface_version() { return kInterfaceVersion; }
 // What this thread has written before is seen by whoever sees what it writes after; the same of what it reads.
 MEGATRAIN_EXPORT void megatrain_fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
-// The largest instruction set that this machine has: 0 baseline, 1 AVX2 and FMA, 2 AVX-512.
-MEGATRAIN_EXPORT int megatrain_best_instruction_set() { return best_instruction_set(); }
-
-// Null when the threads can't be started. `instruction_set` must not exceed megatrain_best_instruction_set().
+// Null when the threads can't be started. `instruction_set` must be one that this machine has.
 MEGATRAIN_EXPORT Kernels* megatrain_create(int threads, int instruction_set) {
   try {
     return new Kernels{ThreadPool(threads), static_cast<InstructionSet>(instruction_set)};
@@ -156,13 +153,14 @@ MEGATRAIN_EXPORT void megatrain_accumulate(Kernels* kernels, void* sum, int16_t*
   const Bf16Array addend{static_cast<uint16_t*>(source)};
   const SumArray split{halves.values, lo};
   if (element_bytes == 4) {
-    kernels->run(AddJob<FloatArray, FloatArray, FloatArray>{floats, {static_cast<float*>(source)}, floats}, count);
+    const FloatArray others{static_cast<float*>(source)};
+    kernels->run(ConvertJob<Added<FloatArray, FloatArray>, FloatArray>{{floats, others}, floats}, count);
   } else if (lo == nullptr) {
-    kernels->run(AddJob<Bf16Array, Bf16Array, Bf16Array>{halves, addend, halves}, count);
+    kernels->run(ConvertJob<Added<Bf16Array, Bf16Array>, Bf16Array>{{halves, addend}, halves}, count);
   } else if (has_residual != 0) {
-    kernels->run(AddJob<SumArray, Bf16Array, SumArray>{split, addend, split}, count);
+    kernels->run(ConvertJob<Added<SumArray, Bf16Array>, SumArray>{{split, addend}, split}, count);
   } else {
-    kernels->run(AddJob<Bf16Array, Bf16Array, SumArray>{halves, addend, split}, count);
+    kernels->run(ConvertJob<Added<Bf16Array, Bf16Array>, SumArray>{{halves, addend}, split}, count);
   }
 }
 

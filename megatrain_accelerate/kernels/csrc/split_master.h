@@ -95,6 +95,16 @@ struct SumArray : MasterArray {
   }
 };
 
+// Sums in fp32, to be loaded only.
+template <class Earlier, class Addend>
+struct Added {
+  Earlier earlier;
+  Addend addend;
+
+  MEGATRAIN_INLINE float load(int64_t i) const { return earlier.load(i) + addend.load(i); }
+};
+
+// `to` may be where a part of `from` is.
 template <class From, class To>
 struct ConvertJob {
   From from;
@@ -104,21 +114,6 @@ struct ConvertJob {
     MEGATRAIN_NO_OVERLAP
     for (int64_t i = begin; i < end; ++i) {
       to.store(i, from.load(i));
-    }
-  }
-};
-
-// `sum` may be where `earlier` is.
-template <class Earlier, class Addend, class Sum>
-struct AddJob {
-  Earlier earlier;
-  Addend addend;
-  Sum sum;
-
-  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
-    MEGATRAIN_NO_OVERLAP
-    for (int64_t i = begin; i < end; ++i) {
-      sum.store(i, earlier.load(i) + addend.load(i));
     }
   }
 };
