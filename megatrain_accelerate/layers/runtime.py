@@ -139,8 +139,7 @@ class StreamingRuntime:
         hook = weakly(self.resident_gradient_ready)
         residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
         self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
-        self._handles += self.sums.watch(residents)
-        self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader)
+        self.outside = OutsideGradients(self.units, self.offloader)
         self.steps_taken = 0
         """Optimizer steps so far, without those that were skipped."""
         self.dry_run: LayerRunner | None = None
