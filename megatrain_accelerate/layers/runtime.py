@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import RankError, StepWorkerError, UnsupportedError
+from megatrain_accelerate.errors import RankError, StepWorkerError
 from megatrain_accelerate.gradients.call_gradients import GradientSums
 from megatrain_accelerate.gradients.clipping import Clipping, NormTable
-from megatrain_accelerate.gradients.exchange import Exchange
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
 from megatrain_accelerate.gradients.offload import GradientOffloader, UnitStepper
 from megatrain_accelerate.gradients.outside import OutsideGradients
@@ -342,46 +341,24 @@ class StreamingRuntime:
         self.activations.settle()
         self.worker.raise_if_failed()
         self.meter.harvest()  # while the GPU is at work; without logs its events would pile up over the steps
-        if self.offloader.exchange is not None:
-            self._exchange_what_stays(self.offloader.exchange)
-        if not self.offloader.gradients_complete():
+        is_complete, exchange = self.offloader.gradients_complete(), self.offloader.exchange
+        if exchange is not None:
+            trained = [state for state in self._states.values() if state.row is not None]
+            exchange.exchange_accumulated(self.sums, trained, drops=is_complete)
+        if not is_complete:
             self.watch.begin()
         else:
+            if exchange is not None:
+                self._fetch_groups()
             self._send_norms()
             # From here on anybody may read `parameter.grad`, or let go of it. What lives on the device is there.
             if not self._nothing_streams:
                 with self.meter.blocked_by(Cause.BACKWARD_END), named_range("megatrain::wait_for_gradients"):
                     self.offloader.wait()
-            if self.offloader.exchange is not None:
-                self.offloader.exchange.add_up_norms(self.norms.norms)
+            if exchange is not None:
+                exchange.add_up_norms(self.norms.norms)
             if not self.worker.is_idle:  # layers are stepped in this backward
                 self.watch.begin()
-
-    def _exchange_what_stays(self, exchange: Exchange) -> None:
-        """What autograd itself accumulated in this backward becomes the mean of the ranks', in one order on all of them, and
-        is added to what was there. Zeros stand for this rank's if only others have some."""
-        found = {state.row: state for state in self.sums.fresh.values() if state.parameter.grad is not None}
-        self.sums.fresh.clear()
-        exchange.note_found(found.values())
-        trained = [state for state in self._states.values() if state.row is not None]
-        accumulated, found_by_any = exchange.gather_found(found)
-        states = [state for state in trained if state.row in accumulated]
-        with torch.no_grad():
-            for state in states:
-                if state.row not in found:
-                    self.sums.lay_aside(state)
-                    state.handle.set_gradient(torch.zeros_like(state.parameter))
-            gradients = [state.parameter.grad for state in states]
-            exchange.make_means([gradient for gradient in gradients if gradient is not None], "parameters outside the layers")
-            exchange.wait_for_means()
-            for state in states:
-                self.sums.take_up(state)
-        if self.offloader.gradients_complete():
-            for state in trained:
-                if state.row not in found_by_any:
-                    state.handle.set_gradient(None)
-            for group in self.groups:
-                self.offloader.fetch(group, group.unit.states)
 
     def may_step_in_backward(self, layer: Streamed) -> bool:
         """Whether no other gradient of this layer can still follow before the step."""
@@ -460,32 +437,15 @@ class StreamingRuntime:
         if self.clipping.has_stepped():  # and not dropped: the next step finds them scaled
             self.worker.drain()
             self.clipping.settle_stepped(others_follow=False)
-        for group in self.groups:
-            self.offloader.fetch(group, group.unit.states)
+        self._fetch_groups()
         self._send_norms()
         self.offloader.wait()
-        if self.ranks is not None:
-            self._refuse_rewritten_gradients()
+        if self.offloader.exchange is not None:
+            self.offloader.exchange.refuse_rewritten(self.layers)
 
-    def _refuse_rewritten_gradients(self) -> None:
-        for layer in self.layers:
-            for state in () if layer.unit.is_on_device else layer.trainable:
-                is_rewritten = state.normed is not None and not state.has_norm
-                if state.parameter.grad is not None and (is_rewritten or state.has_foreign_gradient):
-                    raise UnsupportedError(
-                        f"the gradient of {layer.name}.{state.name} was written to or assigned by the script, and several "
-                        "processes share it: each would change what another one has changed. Clip by "
-                        "accelerator.clip_grad_norm_() (torch.nn.utils' own writes to gradients), scale the loss instead of "
-                        "gradients, or set num_processes: 1"
-                    )
-
-    def require_equal(self, norm: float) -> None:
-        """For a norm with gradients of other modules: raises an ``UnsupportedError`` where the ranks have different ones."""
-        if self.ranks is not None and len(found := set(map(repr, self.ranks.gather(norm)))) > 1:
-            raise UnsupportedError(
-                f"the gradients' norm differs from process to process ({', '.join(sorted(found))}): the optimizer holds "
-                "parameters outside the model whose gradients nobody has averaged. Give their module to accelerator.prepare()"
-            )
+    def _fetch_groups(self) -> None:
+        for group in self.groups:
+            self.offloader.fetch(group, group.unit.states)
 
     def _send_norms(self) -> None:
         """Sends the norms of gradients of layers that live on the device, where they aren't known: autograd accumulated the
@@ -499,9 +459,9 @@ class StreamingRuntime:
         are scaled in place, as torch does it. Returns the norm before, on the host."""
         self.collect_gradients()
         parameters = list(parameters)
-        outside = any(self.state_of(p) is None and p.grad is not None for p in parameters)
-        if outside and self.ranks is not None:
-            self.require_equal(float(self.clipping.total_norm(parameters)))
+        exchange = self.offloader.exchange
+        if exchange is not None and any(self.state_of(p) is None and p.grad is not None for p in parameters):
+            exchange.require_equal(float(self.clipping.total_norm(parameters)))
         norm = self.clipping.clip(parameters, max_norm)
         if self.open_forwards:
             self.clipping.settle(others_follow=True)  # by their backward
