@@ -40,7 +40,7 @@ from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.nested_tensors import tensors_in
 from megatrain_accelerate.layers.output_recorder import Captures
 from megatrain_accelerate.layers.padding import RealTokens
-from megatrain_accelerate.layers.shared_mappings import takes_mappings
+from megatrain_accelerate.layers.shared_mappings import has_mappings
 from megatrain_accelerate.layers.unpadded_layer import attend_within_samples, causal_attention
 
 logger = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class CompiledLayers:
         ``row``. Raises what the layer's own code raises.
         """
         kind = self._kind_of(layer, captures, memory_budget, row)
-        if kind is None or takes_mappings(args, kwargs):
+        if kind is None or has_mappings(args, kwargs):
             return layer.run(args, kwargs, row)
         samples = () if row is None else (row.begins, row.span)
         for tensor in tensors_in((args, kwargs, samples)) if kind.sizes_vary else ():

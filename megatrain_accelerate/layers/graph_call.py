@@ -37,7 +37,7 @@ from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.saved_tensors import SavedTensors
-from megatrain_accelerate.layers.shared_mappings import no_writes_into, no_writes_to, takes_mappings
+from megatrain_accelerate.layers.shared_mappings import has_mappings, no_writes_into, no_writes_to
 from megatrain_accelerate.layers.unpadded_layer import batch_of
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader, Recording, inputs_offloaded
 from megatrain_accelerate.transfer.call_order import Tape
@@ -171,7 +171,7 @@ class GraphCall:
         layer, results = self.layer, self._expert_results
         if self._captures is not None:
             return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget, self.row)
-        if results is None and self.row is None and not (layer.tiles.tile_tokens or takes_mappings(args, kwargs)):
+        if results is None and self.row is None and not (layer.tiles.tile_tokens or has_mappings(args, kwargs)):
             return layer.forward(*args, **kwargs)  # what run() comes to
         with contextlib.nullcontext() if results is None else results.at_work(layer, replays=is_recompute):
             return layer.run(args, kwargs, self.row)
