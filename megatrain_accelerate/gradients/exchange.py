@@ -33,8 +33,8 @@ class Exchange:
         self._found: set[int] = set()
         """Rows (places in the table of norms) of the parameters of which this rank has found a gradient since they last had
         none."""
-        self._in_parts: set[int] = set()
-        """Rows whose norm is that of this rank's share alone."""
+        self.in_parts: set[int | None] = set()
+        """Rows whose norm in the table is, or will be, that of what this rank steps alone."""
         sizes = self.buffer_bytes(layouts, shared.ranks.size, shared.ranks.rank)
         self._sent, self._received = (torch.zeros(size, dtype=torch.uint8, device=streams.device) for size in sizes)
         self._made_event, self._means_event = streams.event(), streams.event()
@@ -88,17 +88,12 @@ class Exchange:
             if state.row not in found:
                 state.handle.set_gradient(None)
 
-    def note_part_of_norm(self, state: ParameterState) -> None:
-        """The table has, or will have, the norm of what this rank steps of a gradient."""
-        assert state.row is not None
-        self._in_parts.add(state.row)
-
     def add_up_norms(self, norms: torch.Tensor) -> None:
         """The ranks' parts of norms, which have arrived in the table ``norms``, become whole: the same bits on all ranks."""
         self._order.enter("a whole backward, their norms")
-        rows = torch.tensor(sorted(self._in_parts), dtype=torch.long)
+        rows = torch.tensor(sorted(self.in_parts), dtype=torch.long)
         norms[rows] = self._ranks.sum(norms[rows].double().square()).sqrt().float()
-        self._in_parts.clear()
+        self.in_parts.clear()
 
     def require_equal(self, norm: float) -> None:
         """For a norm with gradients of other modules: raises an ``UnsupportedError`` where the ranks have different ones."""

@@ -331,7 +331,7 @@ class UnitGradients:
             if has_norms:
                 state.note_norm(gradient)
                 if offloader.exchange is not None:
-                    offloader.exchange.note_part_of_norm(state)
+                    offloader.exchange.in_parts.add(state.row)
             else:
                 state.normed = None
         if self._is_last:

@@ -317,8 +317,7 @@ class GraphCall:
 
     def _is_complete(self) -> bool:
         """Whether all leaves that the graph still holds have their gradients: autograd brings each at once."""
-        leaves = [found() for _, found in self._leaves]
-        return not [leaf for leaf in leaves if leaf is not None and leaf.grad is None]
+        return not [leaf for _, found in self._leaves if (leaf := found()) is not None and leaf.grad is None]
 
     def all_issued(self) -> None:
         """All of the layer's backward has been issued, as far as a hook can tell."""

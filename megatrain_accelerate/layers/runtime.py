@@ -343,8 +343,8 @@ class StreamingRuntime:
         if not is_complete:
             self.watch.begin()
         else:
-            if exchange is not None:
-                self._fetch_groups()
+            for group in self.groups if exchange is not None else ():
+                self.offloader.fetch(group, group.unit.states)
             self._send_norms()
             # From here on anybody may read `parameter.grad`, or let go of it. What lives on the device is there.
             if not self._nothing_streams:
@@ -432,15 +432,12 @@ class StreamingRuntime:
         if self.clipping.has_stepped():  # and not dropped: the next step finds them scaled
             self.worker.drain()
             self.clipping.settle_stepped(others_follow=False)
-        self._fetch_groups()
+        for group in self.groups:
+            self.offloader.fetch(group, group.unit.states)
         self._send_norms()
         self.offloader.wait()
         if self.offloader.exchange is not None:
             self.offloader.exchange.refuse_rewritten(self.layers)
-
-    def _fetch_groups(self) -> None:
-        for group in self.groups:
-            self.offloader.fetch(group, group.unit.states)
 
     def _send_norms(self) -> None:
         """Sends the norms of gradients of layers that live on the device, where they aren't known: autograd accumulated the
