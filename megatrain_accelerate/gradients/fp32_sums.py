@@ -148,9 +148,7 @@ class Fp32Sums:
         """A hook of the node by which autograd adds to a parameter's gradient: what is summed in fp32 is added here, and
         nothing is left for autograd."""
         fresh = arrived[0]
-        if self.holds_fresh:
-            self.make_way(state, arrived)
-        elif fresh is not None and self._sums(state, fresh):
+        if fresh is not None and self._sums(state, fresh):
             if state.parameter._post_accumulate_grad_hooks:
                 raise UnsupportedError(
                     f"parameter {state.name} has a hook (register_post_accumulate_grad_hook), which wouldn't see the sum of "

@@ -54,10 +54,11 @@ class OutsideGradients:
                 node = get_gradient_edge(state.parameter).node
                 state.parameter.requires_grad_(is_trained)
             # On the device autograd's thread is the one that runs the layers.
-            if unit.sums_device is not None:
-                hook = weakly(self._offloader.sums.make_way, state)
+            sums = self._offloader.sums
+            if unit.sums_device is not None or (unit.is_on_device and sums.holds_fresh):
+                hook = weakly(sums.make_way, state)
             elif unit.is_on_device:
-                hook = weakly(self._offloader.sums.before_accumulation, state)
+                hook = weakly(sums.before_accumulation, state)
             else:
                 hook = weakly(self._take, unit, state)
             watched.append((node, node.register_prehook(hook)))
