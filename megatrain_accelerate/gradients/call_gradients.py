@@ -60,17 +60,12 @@ class GradientSums:
     def planned_bytes(self) -> int:
         return 4 * self._elements
 
-    @property
-    def is_made(self) -> bool:
-        return self.buffer is not None
-
     def begin(self, layout: FlatLayout) -> LayerSums:
         if self.buffer is None:
             self.buffer = torch.empty(self._elements, dtype=torch.float32, device=self._device)
         if self.user is not None and self.user() is not None:
-            return LayerSums(layout, torch.empty(layout.state_elements, dtype=torch.float32, device=self._device))
-        sums = LayerSums(layout, self.buffer)
-        self.user = weakref.ref(sums)
+            return LayerSums(layout, torch.empty_like(self.buffer))
+        self.user = weakref.ref(sums := LayerSums(layout, self.buffer))
         return sums
 
 

@@ -9,12 +9,15 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
 from megatrain_accelerate.kernels.device import mean_of_rows
 from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.shared_store import SharedStore
 from megatrain_accelerate.transfer.gather import all_gather
 from megatrain_accelerate.transfer.meter import named_range
+from megatrain_accelerate.transfer.parts import Streamed
 from megatrain_accelerate.transfer.streams import Streams
 from megatrain_accelerate.units import MIB
 
@@ -30,8 +33,8 @@ class Exchange:
         self._found: set[int] = set()
         """Rows (places in the table of norms) of the parameters of which this rank has found a gradient since they last had
         none."""
-        self._in_parts: set[int] = set()
-        """Rows whose norm is that of this rank's share alone."""
+        self.in_parts: set[int | None] = set()
+        """Rows whose norm in the table is, or will be, that of what this rank steps alone."""
         sizes = self.buffer_bytes(layouts, shared.ranks.size, shared.ranks.rank)
         self._sent, self._received = (torch.zeros(size, dtype=torch.uint8, device=streams.device) for size in sizes)
         self._made_event, self._means_event = streams.event(), streams.event()
@@ -60,24 +63,59 @@ class Exchange:
         self._found.difference_update(state.row for state in among if state.parameter.grad is None)
         self._found.update(row for state in states if (row := state.row) is not None)
 
-    def gather_found(self, accumulated: Iterable[int | None]) -> tuple[set[int], set[int]]:
-        """Called by all ranks when a backward is over, each with the rows of the gradients that its autograd ``accumulated``
-        itself. Returns these rows of all ranks, and those of which any has found a gradient since they last had none."""
+    def exchange_accumulated(self, sums: Fp32Sums, trained: Sequence[ParameterState], drops: bool) -> None:
+        """Called by all ranks when a backward is over: what autograd itself accumulated in it, of the ``trained`` parameters,
+        becomes the mean of the ranks', in one order on all of them, and is added to what was there. Zeros stand for this
+        rank's if only others have some. ``drops``: a gradient that no rank has found since they last had none is to go."""
+        own = {state.row: state for state in sums.fresh.values() if state.parameter.grad is not None}
+        sums.fresh.clear()
+        self.note_found(own.values())
         self._order.enter("a whole backward")
-        told = self._ranks.gather((set(accumulated), self._found))
-        return set().union(*(own for own, _ in told)), set().union(*(found for _, found in told))
-
-    def note_part_of_norm(self, state: ParameterState) -> None:
-        """The table has, or will have, the norm of what this rank steps of a gradient."""
-        assert state.row is not None
-        self._in_parts.add(state.row)
+        told = self._ranks.gather((set(own), self._found))
+        accumulated, found = (set[int | None]().union(*rows) for rows in zip(*told, strict=True))
+        states = [state for state in trained if state.row in accumulated]
+        with torch.no_grad():
+            for state in states:
+                if state.row not in own:
+                    sums.lay_aside(state)
+                    state.handle.set_gradient(torch.zeros_like(state.parameter))
+            gradients = [state.parameter.grad for state in states]
+            self.make_means([gradient for gradient in gradients if gradient is not None], "parameters outside the layers")
+            self.wait_for_means()
+            for state in states:
+                sums.take_up(state)
+        for state in trained if drops else ():
+            if state.row not in found:
+                state.handle.set_gradient(None)
 
     def add_up_norms(self, norms: torch.Tensor) -> None:
         """The ranks' parts of norms, which have arrived in the table ``norms``, become whole: the same bits on all ranks."""
         self._order.enter("a whole backward, their norms")
-        rows = torch.tensor(sorted(self._in_parts), dtype=torch.long)
+        rows = torch.tensor(sorted(self.in_parts), dtype=torch.long)
         norms[rows] = self._ranks.sum(norms[rows].double().square()).sqrt().float()
-        self._in_parts.clear()
+        self.in_parts.clear()
+
+    def require_equal(self, norm: float) -> None:
+        """For a norm with gradients of other modules: raises an ``UnsupportedError`` where the ranks have different ones."""
+        if len(found := set(map(repr, self._ranks.gather(norm)))) > 1:
+            raise UnsupportedError(
+                f"the gradients' norm differs from process to process ({', '.join(sorted(found))}): the optimizer holds "
+                "parameters outside the model whose gradients nobody has averaged. Give their module to accelerator.prepare()"
+            )
+
+    @staticmethod
+    def refuse_rewritten(layers: Iterable[Streamed]) -> None:
+        """Raises an ``UnsupportedError`` for a gradient of a layer on the host that a script wrote to or assigned."""
+        for layer in layers:
+            for state in () if layer.unit.is_on_device else layer.trainable:
+                is_rewritten = state.normed is not None and not state.has_norm
+                if state.parameter.grad is not None and (is_rewritten or state.has_foreign_gradient):
+                    raise UnsupportedError(
+                        f"the gradient of {layer.name}.{state.name} was written to or assigned by the script, and several "
+                        "processes share it: each would change what another one has changed. Clip by "
+                        "accelerator.clip_grad_norm_() (torch.nn.utils' own writes to gradients), scale the loss instead of "
+                        "gradients, or set num_processes: 1"
+                    )
 
     def mean_of_share(self, buffer: torch.Tensor, layout: FlatLayout, name: str) -> None:
         """Of a unit's flat gradients (uint8) this rank's share becomes the mean of all ranks'; the rest stays as it was.

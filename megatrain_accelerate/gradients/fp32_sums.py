@@ -5,17 +5,14 @@ more, and nothing more moves over the link but the residuals of resident paramet
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from torch.autograd import Variable
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import KernelError, UnsupportedError
-from megatrain_accelerate.hooks import weakly
 from megatrain_accelerate.kernels.device import DeviceKernels, StepKernels, can_step_on
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.store.host_limits import require_host_bytes
@@ -147,20 +144,11 @@ class Fp32Sums:
             gradient = joined_sum(gradient, residual, self._kernels)
         return float(gradient_norms([gradient])[0])
 
-    def watch(self, states: Iterable[ParameterState]) -> list[Any]:
-        """Hooks (returned) on trained residents: :meth:`take_up` is to be called after each gradient."""
-        # Autograd would add it in bf16 to the one that is there, so that is out of the way meanwhile.
-        if not self.is_wanted and not self.holds_fresh:
-            return []
-        return [state.parameter.register_hook(weakly(self._take_aside, state)) for state in states]
-
     def before_accumulation(self, state: ParameterState, arrived: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
         """A hook of the node by which autograd adds to a parameter's gradient: what is summed in fp32 is added here, and
         nothing is left for autograd."""
         fresh = arrived[0]
-        if fresh is not None and self.holds_fresh:
-            self._take_aside(state, fresh)
-        elif fresh is not None and self._sums(state, fresh):
+        if fresh is not None and self._sums(state, fresh):
             if state.parameter._post_accumulate_grad_hooks:
                 raise UnsupportedError(
                     f"parameter {state.name} has a hook (register_post_accumulate_grad_hook), which wouldn't see the sum of "
@@ -177,16 +165,15 @@ class Fp32Sums:
         self.prepare()
         return self.running(state) is not None
 
-    def _take_aside(self, state: ParameterState, fresh: torch.Tensor) -> None:
-        """``fresh`` is about to be accumulated into ``parameter.grad``, or taken by ``torch.autograd.grad``."""
-        self._set_aside.pop(id(state), None)  # of a backward that failed
-        if self.holds_fresh:
-            self.fresh[id(state)] = state
-        elif not self._sums(state, fresh):
-            return
-        self.lay_aside(state)
-        if id(state) in self._set_aside:
-            Variable._execution_engine.queue_callback(functools.partial(self._put_back, state))
+    def make_way(self, state: ParameterState, arrived: tuple[torch.Tensor | None, ...]) -> None:
+        """The same of a resident parameter, and with several ranks of all: the gradient that is there makes way for the fresh
+        one, until :meth:`take_up` is called."""
+        fresh = arrived[0]
+        if fresh is not None and (self.holds_fresh or self._sums(state, fresh)):
+            self._set_aside.pop(id(state), None)  # of a backward that failed
+            self.lay_aside(state)
+            if self.holds_fresh:
+                self.fresh[id(state)] = state
 
     def lay_aside(self, state: ParameterState) -> None:
         """Takes a gradient that is there out of the way of a fresh one, until :meth:`take_up`."""
@@ -217,14 +204,6 @@ class Fp32Sums:
         else:
             running.kernels.accumulate_split(earlier, running.residual, gradient.contiguous(), running.has_residual)
             state.handle.note_fp32_sum()
-
-    def _put_back(self, state: ParameterState) -> None:
-        """The backward is over: a gradient to which nothing was added (``torch.autograd.grad``) takes its place again."""
-        if self.holds_fresh and state.parameter.grad is not None:
-            return
-        earlier = self._set_aside.pop(id(state), None)
-        if earlier is not None and state.parameter.grad is None:
-            state.handle.set_gradient(earlier, keeps_sum=True)
 
 
 BF16_REMEDY = (

@@ -195,8 +195,7 @@ class GradientOffloader:
             residual = state.gradient_residual
             if copies and state.handle.has_fp32_sum and residual is not None and state.sum_residual is not None:
                 copies.append((residual, state.sum_residual))
-            if group.unit.shared is not None:
-                copies = [(group.unit.of(state.entry, to), group.unit.of(state.entry, made)) for to, made in copies]
+            copies = [(group.unit.of(state.entry, to), group.unit.of(state.entry, made)) for to, made in copies]
             self.send_from_device(group.name, [state], copies)
 
     def send_from_device(self, name: str, states: list[ParameterState], copies: Copies = ()) -> None:
@@ -331,7 +330,7 @@ class UnitGradients:
             if has_norms:
                 state.note_norm(gradient)
                 if offloader.exchange is not None:
-                    offloader.exchange.note_part_of_norm(state)
+                    offloader.exchange.in_parts.add(state.row)
             else:
                 state.normed = None
         if self._is_last:
@@ -370,10 +369,8 @@ class UnitGradients:
             place = slice(0, size) if unit.shared is None else unit.share.bytes
             copies = [(staging[place], slot.bytes_of(place.start, place.stop))]
             slot.grads_copied_event = copied_event = offloader.send(part.name, slot.grads_ready_event, copies, ())
-            views = part.unit.layout.views(staging, trainable_only=True)
-            if unit.shared is not None:
-                entries = unit.layout.trainable_entries
-                views = [unit.of(entry, view) for entry, view in zip(entries, views, strict=True)]
+            received = zip(unit.layout.trainable_entries, part.unit.layout.views(staging, trainable_only=True), strict=True)
+            views = [unit.of(entry, view) for entry, view in received]
         if not self._additions:
             self._additions = [Addition(s, s.parameter.grad, offloader.sums.running(s)) for s in self.states]
         for addition in () if self._left else self._additions:

@@ -1,7 +1,8 @@
 """Gradients that autograd itself accumulates in a layer's parameter, before it does. Those of a streamed weight come from
 outside its layer (a penalty, a regularisation of adapters), on the thread that called backward, while the GPU's thread issues
-copies into the same memory: they are set aside until backward is over and all copies have landed. Where nothing streams, the
-weight itself computes: its gradients stay where they are, and several are summed in fp32 (:mod:`.fp32_sums`)."""
+copies into the same memory: they are set aside until backward is over and all copies have landed. A weight that doesn't stream
+(of a resident group, of a layer on the device) computes itself: its gradients stay where they are, and several are summed in
+fp32 (:mod:`.fp32_sums`)."""
 
 from __future__ import annotations
 
@@ -53,8 +54,14 @@ class OutsideGradients:
                 node = get_gradient_edge(state.parameter).node
                 state.parameter.requires_grad_(is_trained)
             # On the device autograd's thread is the one that runs the layers.
-            summed = weakly(self._offloader.sums.before_accumulation, state) if unit.is_on_device else None
-            watched.append((node, node.register_prehook(summed or weakly(self._take, unit, state))))
+            sums = self._offloader.sums
+            if unit.sums_device is not None or (unit.is_on_device and sums.holds_fresh):
+                hook = weakly(sums.make_way, state)
+            elif unit.is_on_device:
+                hook = weakly(sums.before_accumulation, state)
+            else:
+                hook = weakly(self._take, unit, state)
+            watched.append((node, node.register_prehook(hook)))
 
     def moved(self, unit: HostUnit) -> None:
         """To be called when a unit has moved to or from the device: its weights' nodes are others then."""

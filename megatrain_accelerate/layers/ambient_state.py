@@ -50,16 +50,16 @@ def autocast_again(device_type: str) -> Again:
 
 
 @contextlib.contextmanager
-def parameters_as(places: Sequence[tuple[nn.Module, str]], values: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Modules have these in the places (owner, name) of their parameters while the body runs."""
-    before = [owner._parameters[name] for owner, name in places]
+def put_in(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Tables of modules (of parameters, buffers, attributes) have these values, each under its name, while the body runs."""
+    before = [(table, name, table[name]) for table, name, _ in entries]
     try:
-        for (owner, name), value in zip(places, values, strict=True):
-            owner._parameters[name] = value  # type: ignore[assignment]
+        for table, name, value in entries:
+            table[name] = value
         yield
     finally:
-        for (owner, name), parameter in zip(places, before, strict=True):
-            owner._parameters[name] = parameter
+        for table, name, value in before:
+            table[name] = value
 
 
 class RandomState:
@@ -111,21 +111,15 @@ def surroundings_again(device: torch.device, module: nn.Module) -> Again:
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
-        before: list[tuple[nn.Module, dict[str, Any]]] = []
-        with random_numbers_put_back(device), autocast():
-            try:
-                for part, training, hooks in modules:
-                    own = part.__dict__
-                    if own["training"] != training or (hooks is not None and hooks != _hooks(part)):
-                        before.append((part, {name: own[name] for name in ("training", *_HOOKS)}))
-                        own["training"] = training
-                        if hooks is not None:
-                            own.update((name, OrderedDict(hooks.get(name, {}))) for name in _HOOKS)
-                random_numbers.put_back()
-                yield
-            finally:
-                for part, state in before:
-                    part.__dict__.update(state)
+        entries: list[tuple[dict[str, Any], str, Any]] = []
+        for part, training, hooks in modules:
+            if part.training != training:
+                entries.append((part.__dict__, "training", training))
+            if hooks is not None and hooks != _hooks(part):
+                entries += [(part.__dict__, name, OrderedDict(hooks.get(name, {}))) for name in _HOOKS]
+        with random_numbers_put_back(device), autocast(), put_in(entries):
+            random_numbers.put_back()
+            yield
 
     return entered
 
@@ -161,14 +155,6 @@ class WrittenBuffers:
         kept[:] = [value for value in kept if value[:2] in written]
 
 
-@contextlib.contextmanager
-def buffers_as_before(values: BufferValues) -> Iterator[None]:
+def buffers_as_before(values: BufferValues) -> contextlib.AbstractContextManager[None]:
     """For a recompute: it works on copies of what its forward began with."""
-    now = [(owner, name, owner._buffers[name]) for owner, name, _ in values]
-    for owner, name, value in values:
-        owner._buffers[name] = value.clone()
-    try:
-        yield
-    finally:
-        for owner, name, buffer in now:
-            owner._buffers[name] = buffer
+    return put_in([(owner._buffers, name, value.clone()) for owner, name, value in values])

@@ -40,7 +40,8 @@ from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.nested_tensors import tensors_in
 from megatrain_accelerate.layers.output_recorder import Captures
 from megatrain_accelerate.layers.padding import RealTokens
-from megatrain_accelerate.layers.shared_mappings import takes_mappings
+from megatrain_accelerate.layers.proxy import warn_once
+from megatrain_accelerate.layers.shared_mappings import has_mappings
 from megatrain_accelerate.layers.unpadded_layer import attend_within_samples, causal_attention
 
 logger = logging.getLogger(__name__)
@@ -69,8 +70,6 @@ _KEYS_ALIGNED = 8
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
 
 _kind_numbers = itertools.count()
-_announced = False
-"""Whether this process has said why the first step takes so long."""
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -227,7 +226,7 @@ class CompiledLayers:
         ``row``. Raises what the layer's own code raises.
         """
         kind = self._kind_of(layer, captures, memory_budget, row)
-        if kind is None or takes_mappings(args, kwargs):
+        if kind is None or has_mappings(args, kwargs):
             return layer.run(args, kwargs, row)
         samples = () if row is None else (row.begins, row.span)
         for tensor in tensors_in((args, kwargs, samples)) if kind.sizes_vary else ():
@@ -272,14 +271,7 @@ class CompiledLayers:
 
     def _compile(self, kind: _Kind, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
         """Dynamo's backend: forward and backward of one graph, so that neither can fail later."""
-        global _announced
-        if not _announced:
-            _announced = True
-            logger.warning(
-                "megatrain: compiling %s (about half a minute, once for all equal layers; compile_layers: false leaves it "
-                "out)",
-                kind.name,
-            )
+        warn_once(f"compiling {kind.name} (half a minute, once for all equal layers; compile_layers: false leaves it out)")
         self.compilations += 1
         # A second backward finds what it needs. For the whole process, since each one looks at it, on autograd's thread.
         if hasattr(torch._functorch.config, "donated_buffer"):

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.offload import GradientOffloader
 from megatrain_accelerate.hooks import replaced
-from megatrain_accelerate.layers.ambient_state import Again, autocast_again, parameters_as
+from megatrain_accelerate.layers.ambient_state import Again, autocast_again, put_in
 from megatrain_accelerate.layers.compiled_layer import without_autocast_cache, without_saving
 from megatrain_accelerate.layers.layer import ExpertPart, StreamedExperts, StreamedLayer
 from megatrain_accelerate.layers.nested_tensors import tensors_in
@@ -374,8 +374,8 @@ def run_part(
 ) -> torch.Tensor:
     """The module's own forward, as if it had the part's experts alone, times the weights: (n, D), in the wider dtype."""
     experts = part.owner
-    places = [(experts.module, state.name) for state in experts.unit.states]
-    with replaced(experts.module, "num_experts", part.experts.experts), parameters_as(places, weights):
+    own = [(experts.module._parameters, at.name, weight) for at, weight in zip(experts.unit.states, weights, strict=True)]
+    with replaced(experts.module, "num_experts", part.experts.experts), put_in(own):
         # Times one, and the product here: fp32 weights would round each choice before the sum.
         made_nD: torch.Tensor = experts.forward(rows_nD, index_n1, torch.ones_like(weights_n1, dtype=rows_nD.dtype))
     return made_nD * weights_n1

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.saved_tensors import SavedTensors
-from megatrain_accelerate.layers.shared_mappings import no_writes_into, no_writes_to, takes_mappings
+from megatrain_accelerate.layers.shared_mappings import has_mappings, no_writes_into, no_writes_to
 from megatrain_accelerate.layers.unpadded_layer import batch_of
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader, Recording, inputs_offloaded
 from megatrain_accelerate.transfer.call_order import Tape
@@ -49,7 +49,6 @@ _HELD_ONCE = torch.empty(0)
 _HELD_ONCE_COUNT = sys.getrefcount(weakref.ref(_HELD_ONCE)())
 """What ``sys.getrefcount`` says of a leaf that the graph alone holds: a tensor with one holder."""
 _current_task = torch._C._current_graph_task_id
-_Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class GraphCall:
@@ -171,7 +170,7 @@ class GraphCall:
         layer, results = self.layer, self._expert_results
         if self._captures is not None:
             return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget, self.row)
-        if results is None and self.row is None and not (layer.tiles.tile_tokens or takes_mappings(args, kwargs)):
+        if results is None and self.row is None and not (layer.tiles.tile_tokens or has_mappings(args, kwargs)):
             return layer.forward(*args, **kwargs)  # what run() comes to
         with contextlib.nullcontext() if results is None else results.at_work(layer, replays=is_recompute):
             return layer.run(args, kwargs, self.row)
@@ -184,19 +183,17 @@ class GraphCall:
         before: BufferValues = []
         # What the first run binds; nobody holds it afterwards but the graph.
         first: list[list[torch.Tensor]] = [weights]
-        recording: _Context = contextlib.nullcontext
-        replaying: _Context = contextlib.nullcontext
-        leaving = None
-        if layer.index in policy.attention_kept:
-            leaving = Recording(calls.activations, layer.name) if policy.offloads_inputs(layer.index) else None
-            attention = AttentionResults(leaving)
-            recording, replaying = attention.recording, attention.replaying
+        keeps_attention = layer.index in policy.attention_kept
+        leaves = keeps_attention and policy.offloads_inputs(layer.index)
+        leaving = Recording(calls.activations, layer.name) if leaves else None
+        attention = AttentionResults(leaving) if keeps_attention else None
 
         def body(*given: torch.Tensor) -> Any:
             nonlocal before
             args, kwargs = arguments(given)
             if first:
-                with layer.bound(first.pop()), calls.saving(), layer.buffers.watched() as before, recording():
+                recording = contextlib.nullcontext() if attention is None else attention.recording()
+                with layer.bound(first.pop()), calls.saving(), layer.buffers.watched() as before, recording:
                     return self._run_layer(args, kwargs, memory_budget=0.0)
             with (
                 self.pinned() as slot,
@@ -206,7 +203,7 @@ class GraphCall:
                 calls.saving(),
                 buffers_as_before(before),
                 named_range(f"megatrain::recompute ({layer.name})"),
-                replaying(),
+                contextlib.nullcontext() if attention is None else attention.replaying(),
                 output_recorder.apart(),
             ):
                 return self._run_layer(args, kwargs, is_recompute=True, memory_budget=0.0)
@@ -254,8 +251,7 @@ class GraphCall:
             )
 
     def _begins(self, _: Any) -> None:
-        if self.running_slot is None:
-            self.slot()
+        self.slot()
 
     def _begin(self) -> None:
         task = _current_task()
@@ -317,15 +313,13 @@ class GraphCall:
 
     def _is_complete(self) -> bool:
         """Whether all leaves that the graph still holds have their gradients: autograd brings each at once."""
-        leaves = [found() for _, found in self._leaves]
-        return not [leaf for leaf in leaves if leaf is not None and leaf.grad is None]
+        return not [leaf for _, found in self._leaves if (leaf := found()) is not None and leaf.grad is None]
 
     def all_issued(self) -> None:
         """All of the layer's backward has been issued, as far as a hook can tell."""
         if self.running_slot is not None:
             return
-        if self.task != _current_task():
-            self._begin()
+        self._begin()
         is_complete = self._is_complete()
         if not self.is_done and (is_complete or self.pieces > 1):
             self._deliver_gradients(is_complete)

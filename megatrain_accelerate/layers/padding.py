@@ -99,7 +99,7 @@ class RealTokens:
     def batch(self, row: torch.Tensor) -> torch.Tensor:
         """Of (1, N, ...) the batch (B, T, ...), with zeros for the tokens that weren't computed."""
         count = len(self.lengths) * self.width
-        return _Put.apply(row[0], self.index, count).unflatten(0, (len(self.lengths), self.width))
+        return _put(row[0], self.index, count).unflatten(0, (len(self.lengths), self.width))
 
     def hides_padding_alone(self, mask: torch.Tensor) -> bool:
         """Whether a mask (B or 1, 1, T, T), True or 0 where a token is seen, lets each real token see itself and all before
@@ -134,20 +134,12 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _Put.apply(gradient, ctx.index, ctx.count), None
+        return _put(gradient, ctx.index, ctx.count), None
 
 
-class _Put(torch.autograd.Function):
-    """Rows at their places among ``count``, and zeros at the others."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
-        ctx.index = index
-        return rows.new_zeros(count, *rows.shape[1:]).index_copy_(0, index, rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _Take.apply(gradient, ctx.index), None, None
+def _put(rows: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
+    """Rows at their places among ``count``, and zeros at the others. Unlike ``index_copy_``, the graph holds no rows."""
+    return rows.new_zeros(count, *rows.shape[1:]).index_put_((index,), rows)
 
 
 def may_leave_padding_out(model: nn.Module, layers: Collection[str]) -> bool:

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import RankError, StepWorkerError, UnsupportedError
+from megatrain_accelerate.errors import RankError, StepWorkerError
 from megatrain_accelerate.gradients.call_gradients import GradientSums
 from megatrain_accelerate.gradients.clipping import Clipping, NormTable
-from megatrain_accelerate.gradients.exchange import Exchange
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
 from megatrain_accelerate.gradients.offload import GradientOffloader, UnitStepper
 from megatrain_accelerate.gradients.outside import OutsideGradients
@@ -31,7 +30,7 @@ from megatrain_accelerate.layers.micro_batches import BatchCut
 from megatrain_accelerate.layers.nested_tensors import taken_apart
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.resident import Part, ResidentGroup, relocate
-from megatrain_accelerate.layers.shared_mappings import has_mappings, with_copies
+from megatrain_accelerate.layers.shared_mappings import with_copies
 from megatrain_accelerate.layers.states_on_device import StatesOnDevice
 from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.layers.unpadded_layer import batch_of
@@ -139,8 +138,7 @@ class StreamingRuntime:
         hook = weakly(self.resident_gradient_ready)
         residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
         self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
-        self._handles += self.sums.watch(residents)
-        self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader)
+        self.outside = OutsideGradients(self.units, self.offloader)
         self.steps_taken = 0
         """Optimizer steps so far, without those that were skipped."""
         self.dry_run: LayerRunner | None = None
@@ -236,9 +234,7 @@ class StreamingRuntime:
                 tape, position, open_forward = self.passes.record(layer)
                 if self._is_plain:
                     return self._run_plain(layer, open_forward, *arguments)
-                if has_mappings(*arguments):
-                    return with_copies(functools.partial(self.calls.run, layer, tape, position), *arguments)
-                return self.calls.run(layer, tape, position, *arguments)
+                return with_copies(functools.partial(self.calls.run, layer, tape, position), *arguments)
             with torch.no_grad():
                 return self._run_streamed(layer, args, kwargs)
         return self._run_streamed(layer, args, kwargs)
@@ -314,10 +310,7 @@ class StreamingRuntime:
             if captures is None:
                 output = layer.run(args, kwargs, row)
             else:
-                run = functools.partial(
-                    self.compiled.run, layer, captures, memory_budget=self.calls.policy.budgets[1], row=row
-                )
-                output = with_copies(run, args, kwargs)
+                output = self.compiled.run(layer, captures, args, kwargs, self.calls.policy.budgets[1], row)
             output = batch_of(row, output)
         # The graph holds the hook, and with it ``open_forward``.
         begins = functools.partial(weakly(self.passes.backward_begins), open_forward)
@@ -345,46 +338,24 @@ class StreamingRuntime:
         self.activations.settle()
         self.worker.raise_if_failed()
         self.meter.harvest()  # while the GPU is at work; without logs its events would pile up over the steps
-        if self.offloader.exchange is not None:
-            self._exchange_what_stays(self.offloader.exchange)
-        if not self.offloader.gradients_complete():
+        is_complete, exchange = self.offloader.gradients_complete(), self.offloader.exchange
+        if exchange is not None:
+            trained = [state for state in self._states.values() if state.row is not None]
+            exchange.exchange_accumulated(self.sums, trained, drops=is_complete)
+        if not is_complete:
             self.watch.begin()
         else:
+            for group in self.groups if exchange is not None else ():
+                self.offloader.fetch(group, group.unit.states)
             self._send_norms()
             # From here on anybody may read `parameter.grad`, or let go of it. What lives on the device is there.
             if not self._nothing_streams:
                 with self.meter.blocked_by(Cause.BACKWARD_END), named_range("megatrain::wait_for_gradients"):
                     self.offloader.wait()
-            if self.offloader.exchange is not None:
-                self.offloader.exchange.add_up_norms(self.norms.norms)
+            if exchange is not None:
+                exchange.add_up_norms(self.norms.norms)
             if not self.worker.is_idle:  # layers are stepped in this backward
                 self.watch.begin()
-
-    def _exchange_what_stays(self, exchange: Exchange) -> None:
-        """What autograd itself accumulated in this backward becomes the mean of the ranks', in one order on all of them, and
-        is added to what was there. Zeros stand for this rank's if only others have some."""
-        found = {state.row: state for state in self.sums.fresh.values() if state.parameter.grad is not None}
-        self.sums.fresh.clear()
-        exchange.note_found(found.values())
-        trained = [state for state in self._states.values() if state.row is not None]
-        accumulated, found_by_any = exchange.gather_found(found)
-        states = [state for state in trained if state.row in accumulated]
-        with torch.no_grad():
-            for state in states:
-                if state.row not in found:
-                    self.sums.lay_aside(state)
-                    state.handle.set_gradient(torch.zeros_like(state.parameter))
-            gradients = [state.parameter.grad for state in states]
-            exchange.make_means([gradient for gradient in gradients if gradient is not None], "parameters outside the layers")
-            exchange.wait_for_means()
-            for state in states:
-                self.sums.take_up(state)
-        if self.offloader.gradients_complete():
-            for state in trained:
-                if state.row not in found_by_any:
-                    state.handle.set_gradient(None)
-            for group in self.groups:
-                self.offloader.fetch(group, group.unit.states)
 
     def may_step_in_backward(self, layer: Streamed) -> bool:
         """Whether no other gradient of this layer can still follow before the step."""
@@ -469,28 +440,8 @@ class StreamingRuntime:
             self.offloader.fetch(group, group.unit.states)
         self._send_norms()
         self.offloader.wait()
-        if self.ranks is not None:
-            self._refuse_rewritten_gradients()
-
-    def _refuse_rewritten_gradients(self) -> None:
-        for layer in self.layers:
-            for state in () if layer.unit.is_on_device else layer.trainable:
-                is_rewritten = state.normed is not None and not state.has_norm
-                if state.parameter.grad is not None and (is_rewritten or state.has_foreign_gradient):
-                    raise UnsupportedError(
-                        f"the gradient of {layer.name}.{state.name} was written to or assigned by the script, and several "
-                        "processes share it: each would change what another one has changed. Clip by "
-                        "accelerator.clip_grad_norm_() (torch.nn.utils' own writes to gradients), scale the loss instead of "
-                        "gradients, or set num_processes: 1"
-                    )
-
-    def require_equal(self, norm: float) -> None:
-        """For a norm with gradients of other modules: raises an ``UnsupportedError`` where the ranks have different ones."""
-        if self.ranks is not None and len(found := set(map(repr, self.ranks.gather(norm)))) > 1:
-            raise UnsupportedError(
-                f"the gradients' norm differs from process to process ({', '.join(sorted(found))}): the optimizer holds "
-                "parameters outside the model whose gradients nobody has averaged. Give their module to accelerator.prepare()"
-            )
+        if self.offloader.exchange is not None:
+            self.offloader.exchange.refuse_rewritten(self.layers)
 
     def _send_norms(self) -> None:
         """Sends the norms of gradients of layers that live on the device, where they aren't known: autograd accumulated the
@@ -504,9 +455,9 @@ class StreamingRuntime:
         are scaled in place, as torch does it. Returns the norm before, on the host."""
         self.collect_gradients()
         parameters = list(parameters)
-        outside = any(self.state_of(p) is None and p.grad is not None for p in parameters)
-        if outside and self.ranks is not None:
-            self.require_equal(float(self.clipping.total_norm(parameters)))
+        exchange = self.offloader.exchange
+        if exchange is not None and any(self.state_of(p) is None and p.grad is not None for p in parameters):
+            exchange.require_equal(float(self.clipping.total_norm(parameters)))
         norm = self.clipping.clip(parameters, max_norm)
         if self.open_forwards:
             self.clipping.settle(others_follow=True)  # by their backward

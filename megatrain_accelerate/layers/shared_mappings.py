@@ -36,20 +36,20 @@ class _Returned(NamedTuple):
 
 @functools.cache
 def _is_mapping(kind: type) -> bool:
-    return issubclass(kind, UserDict)
+    return issubclass(kind, (UserDict, _Handed))
 
 
 def has_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether there are mappings of the model's among these arguments."""
+    """Whether there are mappings of the model's, or copies of some, among these arguments of a layer."""
     return any(map(_is_mapping, map(type, (*args, *kwargs.values()))))
 
 
 def with_copies(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls ``run(args, kwargs)``, which comes to :func:`run_with_mappings`, with copies of the mappings among the arguments,
     which pytree may rebuild. Applies the layer's changes to the model's mappings; returns the layer's own output."""
-    mappings = [value for value in (*args, *kwargs.values()) if isinstance(value, UserDict)]
-    if not mappings:
+    if not has_mappings(args, kwargs):
         return run(args, kwargs)
+    mappings = [value for value in (*args, *kwargs.values()) if isinstance(value, UserDict)]
     result = run(*_replaced(UserDict, [_Handed(dict(value)) for value in mappings], args, kwargs))
     for mapping, entries in zip(mappings, result.entries, strict=True):
         now = {key: mapping[key] if entry is ... else entry for key, entry in entries.items()}
@@ -68,11 +68,6 @@ def run_with_mappings(forward: Callable[..., Any], args: tuple[Any, ...], kwargs
     output = forward(*args, **kwargs)
     pairs = zip(mappings, handed, strict=True)
     return _Returned(output, tuple({k: ... if k in was and v is was[k] else v for k, v in now.items()} for now, was in pairs))
-
-
-def takes_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether there are mappings among these arguments of a layer."""
-    return _Handed in map(type, (*args, *kwargs.values()))
 
 
 def _replaced(kind: type, others: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

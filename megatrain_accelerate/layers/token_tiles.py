@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatrain_accelerate.hooks import ModelHook, has_hooks_inside
-from megatrain_accelerate.layers.ambient_state import autocast_again, parameters_as, random_numbers_put_back
+from megatrain_accelerate.layers.ambient_state import autocast_again, put_in, random_numbers_put_back
 from megatrain_accelerate.layers.nested_tensors import taken_apart, tensors_in
 from megatrain_accelerate.layers.proxy import is_proxy
 
@@ -171,7 +171,7 @@ class TokenTiles:
         if dim is None or self._reason_against(call, dim) is not None:
             return forward(*args, **kwargs)
         call.dim, call.length = dim, max(1, self.tile_tokens // (shape[0] if dim else 1))
-        return _TiledFunction.apply(call, *call.tensors, *(owner._parameters[name] for owner, name in call.places))
+        return _TiledFunction.apply(call, *call.tensors, *(table[name] for table, name in call.places))
 
     def _reason_against(self, call: PartCall, dim: int) -> str | None:
         part, reason = call.part, None
@@ -222,10 +222,10 @@ class PartCall:
         """Tiles have ``length`` tokens of each sample along ``dim``, the last one may have fewer."""
 
     @functools.cached_property
-    def places(self) -> list[tuple[nn.Module, str]]:
-        """Where the part's parameters stand: owner and attribute."""
-        modules = self.part.modules()
-        return [(owner, name) for owner in modules for name, p in owner._parameters.items() if p is not None]
+    def places(self) -> list[tuple[dict[str, Any], str]]:
+        """Where the part's parameters stand: their owner's table of them, and the name."""
+        tables = [module._parameters for module in self.part.modules()]
+        return [(table, name) for table in tables for name, p in table.items() if p is not None]
 
     def token_dim(self, shape: tuple[int, int]) -> int | None:
         """The dimension of tokens: 1 of (B, T, ...), 2 of (B, H, T, ...), 0 of (B * T, ...); None if tensors differ in
@@ -309,7 +309,7 @@ class _TiledFunction(torch.autograd.Function):
         wanted = [gradient for gradient in gradients if gradient is not None]
         trained = [leaf for leaf in leaves if leaf.requires_grad]
         sums: dict[int, torch.Tensor] = {}
-        with ctx.autocast(), parameters_as(call.places, leaves):
+        with ctx.autocast(), put_in([(*place, leaf) for place, leaf in zip(call.places, leaves, strict=True)]):
             for start in call.starts(inputs[0]):
                 (of_output,) = call.tile([grad_output], start)
                 found = call.gradients(call.tile(inputs, start), needs[:count], trained, of_output)
@@ -337,25 +337,22 @@ def tried_out(module: nn.Module, device: torch.device, trial: Callable[[torch.de
     random generators stay as they are, and no mode sees it. Returns what it returns, or why the module can't be tried."""
     if device.type == "cuda" and not torch.cuda.is_available():
         device = torch.device("cpu")
-    stores: list[dict[str, Any]] = [store for child in module.modules() for store in (child._parameters, child._buffers)]
-    before = [dict(store) for store in stores]
+    tables: list[dict[str, Any]] = [table for child in module.modules() for table in (child._parameters, child._buffers)]
+
+    def constant(tensor: torch.Tensor) -> torch.Tensor:
+        number = _WEIGHT if tensor.is_floating_point() else 1
+        # One number stands for a matrix; kernels for all experts want the memory of one.
+        shape = (1, *tensor.shape[1:]) if tensor.dim() > 2 else ()
+        return torch.full(shape, number, dtype=tensor.dtype, device=device).expand(tensor.shape)
+
     # A part that draws random numbers draws them here too: the forward that asks must find them again in its recompute.
     with random_numbers_put_back(device), _disable_current_modes(), torch.no_grad():
         try:
-            for store, held in zip(stores, before, strict=True):
-                for name, tensor in held.items():
-                    if tensor is not None:
-                        number = _WEIGHT if tensor.is_floating_point() else 1
-                        # One number stands for a matrix; kernels for all experts want the memory of one.
-                        shape = (1, *tensor.shape[1:]) if tensor.dim() > 2 else ()
-                        store[name] = torch.full(shape, number, dtype=tensor.dtype, device=device).expand(tensor.shape)
-            return trial(device)
+            held = [(table, name, at) for table in tables for name, at in table.items() if at is not None]
+            with put_in([(table, name, constant(tensor)) for table, name, tensor in held]):
+                return trial(device)
         except Exception as error:  # it can't be run so, whatever its reason
             return f"it can't be tried out ({type(error).__name__}: {str(error)[:80]})"
-        finally:
-            for store, held in zip(stores, before, strict=True):
-                store.clear()
-                store.update(held)
 
 
 def _examine(call: PartCall, dim: int, device: torch.device) -> str | None:

@@ -101,15 +101,11 @@ class UnpaddedLayer:
         key = (*roles, *dtypes, *plain, *modules, torch.is_autocast_enabled(), has_hooks_inside(self._module))
         if key not in self._found:
             self._found[key] = self._reason_against(key, rest, call)
-        if self._found[key] is not None or self._window() < real.width:
+        windows = [getattr(child, "sliding_window", None) for child in self._module.modules()]
+        if self._found[key] is not None or any(isinstance(window, int) and window < real.width for window in windows):
             return False
         masks = (tensor for tensor, role in zip(tensors, roles, strict=True) if role is _Role.MASK)
         return all(map(real.hides_padding_alone, masks))
-
-    def _window(self) -> float:
-        """The shortest attention window in the layer, in tokens."""
-        windows = (getattr(child, "sliding_window", None) for child in self._module.modules())
-        return min((window for window in windows if isinstance(window, int)), default=float("inf"))
 
     def _reason_against(self, key: Hashable, rest: Any, call: _Call) -> str | None:
         if has_hooks_inside(self._module):  # who watches modules within it should see a batch

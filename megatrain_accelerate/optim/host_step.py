@@ -151,8 +151,8 @@ class HostStep(UnitStepper):
     ) -> tuple[float, dict[int, float]]:
         """The norm of all these gradients, and the clip factors by the ``id`` of parameters; both count for one step."""
         norm = float(self.runtime.clipping.total_norm([*(state.parameter for state, _ in found), *outside]))
-        if outside:
-            self.runtime.require_equal(norm)
+        if outside and (exchange := self.runtime.offloader.exchange) is not None:
+            exchange.require_equal(norm)
         factors = self.runtime.clipping.take_factors(set(map(id, parameters_of(optimizer))))
         for state, _ in found:
             state.normed = None

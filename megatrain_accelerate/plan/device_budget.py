@@ -76,7 +76,7 @@ class DeviceBudget:
         runtime, sums = self._runtime, self._runtime.gradient_sums
         part_slots, exchange = runtime.expert_streams.prefetcher.device_bytes, runtime.offloader.exchange
         exchange_bytes = self.exchange_bytes if exchange is None else exchange.device_bytes
-        has_sums = sums.is_made or (outline is not None and (outline.samples or runtime.batch_cut.asked))
+        has_sums = sums.buffer is not None or (outline is not None and (outline.samples or runtime.batch_cut.asked))
         return {
             **({"expert_slots": part_slots} if part_slots else {}),
             "resident": sum(group.device_bytes for group in runtime.groups),
