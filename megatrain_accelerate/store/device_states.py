@@ -29,12 +29,8 @@ class DeviceStreams(Protocol):
     """What steps on a device use of :class:`~megatrain_accelerate.transfer.streams.Streams`."""
 
     device: torch.device
-
-    @property
-    def step_stream(self) -> Any: ...
-
-    @property
-    def arriving_stream(self) -> Any: ...
+    step_stream: Any
+    arriving_stream: Any
 
     def event(self) -> Any: ...
 
