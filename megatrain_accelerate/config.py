@@ -21,19 +21,13 @@ _MINIMA = {
 }
 """Of whole numbers; None and ``auto`` are allowed where they are the default."""
 _GONE = {
-    "keep_layers": "set placement.kept_layers",
-    "offload_layers": "set placement.offloaded_layers",
-    "keep_attention": "set placement.kept_attention",
-    "offload_inputs": "set placement.offloaded_inputs",
-    "device_layers": "set placement.device_layers",
-    "slots": "set placement.slots",
     "gradient_slots": "two were always enough; remove the key",
     "max_nonfinite_steps": "the fifth such step in a row stops a run; remove the key",
     "pin_memory": "memory is page-locked wherever there is a GPU; remove the key",
     "resident_layers": "it was predicted to gain less than 1% of a step; placement.device_layers keeps whole layers there",
     "huge_pages": "the store asks for huge pages in any case; remove the key",
 }
-"""Settings of earlier versions, and what became of them."""
+"""Settings of earlier versions that have no successor of a similar name, and what became of them."""
 CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "step_schedule": ("auto", "deferred", "backward", "serial"),
     "accumulation_dtype": ("fp32", "bf16"),
