@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,12 +27,10 @@ _aten = torch.ops.aten
 
 _ELEMENTWISE = {_aten._to_copy.default, _aten.mul.Tensor, _aten.div.Tensor, _aten.tanh.default, _aten.neg.default}
 
-_RESHAPES = {_aten.view.default, _aten._unsafe_view.default}
-
 _VIEWS = {_aten.view.default, _aten.slice.Tensor, _aten.alias.default}
 """Recorded operations whose result shares memory with what they were called on."""
 
-_RECORDED = _ELEMENTWISE | _RESHAPES | {_aten.slice.Tensor, _aten.clone.default, _aten.alias.default, _aten.detach.default}
+_RECORDED = _ELEMENTWISE | _VIEWS | {_aten._unsafe_view.default, _aten.clone.default, _aten.detach.default}
 
 _OBSERVERS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 """Whoever calls these wants to see the gradient of the logits, which tiles don't make as a whole."""
@@ -133,7 +132,7 @@ class LazyLogits(torch.Tensor):
         elif func in _OBSERVERS:
             args[0]._call.is_observed = True
         elif func in _READERS:
-            args = (_Plain.apply(args[0]), *args[1:])
+            args = (args[0].unsqueeze(0).squeeze(0), *args[1:])  # not recorded: an ordinary tensor that shares their values
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -177,18 +176,6 @@ class _LazyLinear(torch.autograd.Function):
             flat.sum(0) if bias_wanted else None,
             None,
         )
-
-
-class _Plain(torch.autograd.Function):
-    """Lazy logits as an ordinary tensor that shares their values."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: LazyLogits) -> torch.Tensor:
-        return logits._materialised().detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
-        return grad_output
 
 
 def lazy_linear(
@@ -267,7 +254,7 @@ def _tiled(
         if (operation := node._operation) is None:
             continue
         # What moved tokens moves the hidden states.
-        if operation.function in _RESHAPES:
+        if operation.function in (_aten.view.default, _aten._unsafe_view.default):
             hidden = hidden.reshape(*node.shape[:-1], hidden.shape[-1])
         elif operation.function in _ELEMENTWISE:
             chain.append(operation)
@@ -292,49 +279,41 @@ def find_head(model: Any, layers: Iterable[nn.Module]) -> nn.Linear | None:
     return head if head in outside else None
 
 
-class TiledHead:
-    """Makes a head return lazy logits in training, until :meth:`remove`. The head changes class as streamed layers do, so
-    copies and pickles of the model hold the plain one. ``weights_version`` changes whenever its weights do; ``before_copy`` is
-    called before the head is copied or pickled; ``real`` tells the real tokens of the batch."""
+def tile_head(
+    head: nn.Linear,
+    weights_version: Callable[[], Any],
+    before_copy: Callable[[], None],
+    real: Callable[[], RealTokens | None],
+) -> Callable[[], None]:
+    """Makes a head return lazy logits in training, until what is returned is called. The head changes class as streamed layers
+    do, so copies and pickles of the model hold the plain one. ``weights_version`` changes whenever its weights do;
+    ``before_copy`` is called before the head is copied or pickled; ``real`` tells the real tokens of the batch."""
 
-    def __init__(
-        self,
-        head: nn.Linear,
-        weights_version: Callable[[], Any],
-        before_copy: Callable[[], None],
-        real: Callable[[], RealTokens | None],
-    ) -> None:
-        self._head = head
-        self._weights_version, self._real = weights_version, real
-        for dtype in {head.weight.dtype, torch.bfloat16} - {torch.float32}:
-            product_form(head.weight.device.type, dtype)  # so that no step has to wait for the device
-        self._forward = install_proxy(head, self._run, before_copy)
-
-    def remove(self) -> None:
-        """Gives the head its own forward back."""
-        remove_proxy(self._head, self._forward)
-
-    def _run(self, head: nn.Linear, /, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs or len(args) != 1 or not self._is_worth_waiting(args[0]):
-            return self._forward(*args, **kwargs)
-        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = (args[0], head.weight, head.bias)
-        hidden, weight, bias = operands
+    def run(head: Any, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs or len(args) != 1 or not _is_worth_waiting(head, args[0]):
+            return forward(*args, **kwargs)
+        hidden, weight, bias = args[0], head.weight, head.bias
         kind = hidden.device.type
         if torch.is_autocast_enabled(kind):  # as autocast would do it for `linear`
             dtype = torch.get_autocast_dtype(kind)
-            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
+            hidden, weight, bias = (None if operand is None else operand.to(dtype) for operand in (hidden, weight, bias))
         if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
-            return self._forward(*args)
-        return lazy_linear(hidden, weight, bias, self._weights_version, self._real())
+            return forward(*args)
+        return lazy_linear(hidden, weight, bias, weights_version, real())
 
-    def _is_worth_waiting(self, hidden: Any) -> bool:
-        head = self._head
-        if not (head.training and torch.is_grad_enabled() and isinstance(hidden, torch.Tensor) and hidden.dim() >= 2):
-            return False
-        # What `linear` would refuse, or autocast leave alone, goes there.
-        if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16) or hidden.shape[-1] != head.in_features:
-            return False
-        if not any(tensor is not None and tensor.requires_grad for tensor in (hidden, head.weight, head.bias)):
-            return False
-        # As few logits as this take no more memory than tiles do, and the plain way is exact to the bit.
-        return hidden.shape[:-1].numel() > strip_tokens(head.out_features)
+    for dtype in {head.weight.dtype, torch.bfloat16} - {torch.float32}:
+        product_form(head.weight.device.type, dtype)  # so that no step has to wait for the device
+    forward = install_proxy(head, run, before_copy)
+    return functools.partial(remove_proxy, head, forward)
+
+
+def _is_worth_waiting(head: nn.Linear, hidden: Any) -> bool:
+    if not (head.training and torch.is_grad_enabled() and isinstance(hidden, torch.Tensor) and hidden.dim() >= 2):
+        return False
+    # What `linear` would refuse, or autocast leave alone, goes there.
+    if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16) or hidden.shape[-1] != head.in_features:
+        return False
+    if not any(tensor is not None and tensor.requires_grad for tensor in (hidden, head.weight, head.bias)):
+        return False
+    # As few logits as this take no more memory than tiles do, and the plain way is exact to the bit.
+    return hidden.shape[:-1].numel() > strip_tokens(head.out_features)
