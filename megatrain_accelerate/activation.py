@@ -42,9 +42,8 @@ def activate(
         active_config()  # The launcher's settings may not have been read yet.
         _active_config = MegatrainConfig.from_mapping(_base_config, arguments)
     else:
-        if not isinstance(settings, MegatrainConfig):
-            settings = MegatrainConfig.from_mapping(read_settings(settings) if isinstance(settings, str) else settings)
-        _active_config = _base_config = settings
+        given = read_settings(settings) if isinstance(settings, str) else settings
+        _active_config = _base_config = MegatrainConfig.from_mapping(given)
     return _active_config
 
 
@@ -104,12 +103,4 @@ def active_config() -> MegatrainConfig | None:
         return _active_config
     if is_disabled() or os.environ.get(ENV_ACTIVE) != "1":
         return None
-    import json
-
-    from megatrain_accelerate.errors import ConfigError
-
-    text = os.environ.get(ENV_CONFIG) or "{}"
-    try:
-        return activate(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"the megatrain settings handed to this process are not JSON: {text!r}") from error
+    return activate(os.environ.get(ENV_CONFIG) or None)

@@ -125,7 +125,7 @@ def test_malformed_settings_of_the_launcher_are_shown(monkeypatch: pytest.Monkey
     deactivate()
     monkeypatch.setenv(ENV_ACTIVE, "1")
     monkeypatch.setenv(ENV_CONFIG, "{broken")
-    with pytest.raises(ConfigError, match=r"not JSON: '\{broken'"):
+    with pytest.raises(ConfigError, match=r"must be a JSON object.*'\{broken'"):
         active_config()
 
 
