@@ -99,6 +99,8 @@ def _trace(options: argparse.Namespace) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         options.error("the training's command is missing: megatrain trace --out DIR -- accelerate launch ... train.py")
+    if options.step < 2:  # the first one's forward follows no step, so that it has no host step to show
+        raise ConfigError(f"step {options.step} can't be traced: a period begins with the step before; use 2 or more")
     request, folder = TraceRequest(options.out, options.step), options.out
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -205,23 +205,16 @@ class Telemetry:
         self._handle.remove()
 
 
-def on_log(
-    original: Callable[..., None],
-    callback: Any,
-    args: Any,
-    state: Any,
-    control: Any,
-    logs: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> None:
+def on_log(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Gives ``on_log`` of a callback that prints a shorter copy of the logs. Trackers and history keep all entries."""
-    if logs is not None and any(name.startswith(PREFIX) for name in logs):
+    logs = kwargs.get("logs") or {}
+    if any(name.startswith(PREFIX) for name in logs):
         short = {name: value for name, value in logs.items() if not name.startswith(PREFIX)}
         for name, shown in _SHOWN.items():
             if PREFIX + name in logs:
                 short.setdefault(shown, logs[PREFIX + name])  # the script may log something of that name itself
-        logs = short
-    original(callback, args, state, control, logs=logs, **kwargs)
+        kwargs["logs"] = short
+    original(*args, **kwargs)
 
 
 _current: StepTrace | None = None

@@ -58,16 +58,16 @@ class HeadCall:
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
-    weights_version: Callable[[], Any]
-    version_at_call: Any
-    real: RealTokens | None = None
+    is_current: Callable[[], bool]
+    """Whether the weights are those of the call."""
+    real: RealTokens | None
     """Of the batch, those that aren't padding; None where it has little of that."""
     is_observed: bool = False
     """Whether somebody waits for the gradient of the logits."""
 
     def logits(self) -> torch.Tensor:
         """All logits, (..., V), without a graph. A StateError if the head's weights were changed since the call."""
-        if self.weights_version() != self.version_at_call:
+        if not self.is_current():
             raise StateError(
                 "logits were read after the head's weights had changed (by optimizer.step() or a write). They are made when "
                 "they are first read: read them before the step, or set megatrain_config.tiled_loss to false"
@@ -90,13 +90,7 @@ class LazyLogits(torch.Tensor):
     def _make(call: HeadCall, like: torch.Tensor, parent: LazyLogits | None, operation: Operation | None) -> LazyLogits:
         """A new one with shape, strides and dtype of ``like``: ``operation`` on ``parent``, or the head's own output."""
         made: LazyLogits = torch.Tensor._make_wrapper_subclass(
-            LazyLogits,
-            like.shape,
-            strides=like.stride(),
-            storage_offset=0,
-            dtype=like.dtype,
-            device=call.hidden.device,
-            storage_size=0,
+            LazyLogits, like.shape, strides=like.stride(), dtype=like.dtype, device=call.hidden.device, storage_size=0
         )
         made._call, made._parent, made._operation, made._cell = call, parent, operation, [None]
         return made
@@ -188,7 +182,8 @@ def lazy_linear(
     """``torch.nn.functional.linear`` of (..., D), (V, D), and (V,) or None, in the dtype in which the head computes, later.
     ``weights_version`` changes whenever the weights do; logits that are read after that can't be made. A loss of them looks
     which tokens have a label if the batch has ``real`` ones among others; for that it waits for the device."""
-    call = HeadCall(hidden, weight, bias, weights_version, weights_version(), real)
+    version = weights_version()
+    call = HeadCall(hidden, weight, bias, lambda: weights_version() == version, real)
     return _LazyLinear.apply(hidden, weight, bias, call)
 
 
@@ -221,22 +216,15 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLog
     return LazyLogits._make(logits._call, result, logits, Operation(func, args[1:], kwargs))
 
 
-def _tiled(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> torch.Tensor | None:
+def _tiled(input: torch.Tensor, target: torch.Tensor, *others: Any, **given: Any) -> torch.Tensor | None:
     """``cross_entropy`` by tiles; None if it has to be computed from the logits."""
+    options: dict[str, Any] = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
+    options |= {name: value for name, value in given.items() if value is not None}
+    if others or len(options) > 3 or options["reduction"] not in ("mean", "sum"):
+        return None
     if not isinstance(input, LazyLogits) or input.dim() != 2 or isinstance(target, LazyLogits):
         return None
     if target.dim() != 1 or target.is_floating_point() or target.shape[0] != input.shape[0] or target.device != input.device:
-        return None
-    if weight is not None or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
         return None
     nodes, call = [input], input._call
     while (parent := nodes[0]._parent) is not None:
@@ -262,8 +250,7 @@ def _tiled(
             dim = operation.args[0] if operation.args else 0
             hidden = hidden if dim % hidden.dim() == hidden.dim() - 1 else operation(hidden)
     if call.real is not None:
-        hidden, target = call.real.labelled(hidden, target, ignore_index)
-    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+        hidden, target = call.real.labelled(hidden, target, options["ignore_index"])
     return TiledCrossEntropy.apply(hidden, head_weight, bias, target, chain, options)
 
 
