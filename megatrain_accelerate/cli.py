@@ -122,14 +122,14 @@ def _trace(options: argparse.Namespace) -> int:
     finally:
         if status is None:  # interrupted: so was the command, by the same signal
             process.wait()
-    is_written = (folder / PERFETTO_TRACE).exists()
-    if not is_written:
-        print(
-            f"megatrain trace: no step was traced. Did the training reach optimizer step {request.step} (--step), and is "
-            "megatrain on in it (distributed_type: MEGATRAIN in the yaml, or --megatrain)?",
-            file=sys.stderr,
-        )
-    return status or (0 if is_written else 1)
+    if (folder / PERFETTO_TRACE).exists():
+        return status
+    print(
+        f"megatrain trace: no step was traced. Did the training reach optimizer step {request.step} (--step), and is "
+        "megatrain on in it (distributed_type: MEGATRAIN in the yaml, or --megatrain)?",
+        file=sys.stderr,
+    )
+    return status or 1
 
 
 def write_results(folder: Path) -> None:
