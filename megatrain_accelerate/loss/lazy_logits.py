@@ -97,25 +97,19 @@ class LazyLogits(torch.Tensor):
 
     def _materialised(self) -> torch.Tensor:
         """The values, without a graph, made once: all see in-place writes. A StateError if they can't be made any more."""
-        value = self._cell[0] = self._computed()
-        return value
-
-    def _computed(self) -> torch.Tensor:
-        if self._cell[0] is not None:
-            return self._cell[0]
-        if self._parent is None or self._operation is None:
-            return self._call.logits()
-        with torch.no_grad():
-            if self._operation.function in _VIEWS:
-                return self._operation(self._parent._materialised())
-            if self._parent._version:
+        if (value := self._cell[0]) is None:
+            if self._parent is None or self._operation is None:
+                value = self._call.logits()
+            elif self._parent._version and self._operation.function not in _VIEWS:
                 raise StateError(
                     "logits were written to in place after others had been derived from them and before these were read; "
                     "write to a copy, or set megatrain_config.tiled_loss to false"
                 )
-            # Autograd has saved what tanh made, for the fall-back's backward.
-            is_saved = self._parent._operation is not None and self._parent._operation.function is _aten.tanh.default
-            return self._operation(self._parent._materialised() if is_saved else self._parent._computed())
+            else:
+                with torch.no_grad():
+                    value = self._operation(self._parent._materialised())
+            self._cell[0] = value
+        return value
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
