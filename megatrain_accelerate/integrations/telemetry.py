@@ -1,6 +1,6 @@
-"""What the engine did: numbers under ``megatrain/`` in the Trainer's logs, and one step's trace. The Trainer and bare Accelerate
-loops are traced alike, by a hook of the optimizer's steps. torch's profiler doesn't follow the step worker's thread: its spans
-are noted by the host's clock."""
+"""What the engine did: numbers under ``megatrain/`` in the Trainer's logs, and one step's trace. The Trainer and Accelerate's
+bare loops are traced alike, by a hook of the optimizer's steps. torch's profiler doesn't follow the step worker's thread: its
+spans are noted by the host's clock."""
 
 from __future__ import annotations
 

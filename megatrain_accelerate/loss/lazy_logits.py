@@ -6,10 +6,9 @@ by the operations of plain PyTorch. Recording happens below autograd: gradients 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,27 +31,14 @@ _VIEWS = {_aten.view.default, _aten.slice.Tensor, _aten.alias.default}
 
 _RECORDED = _ELEMENTWISE | _VIEWS | {_aten._unsafe_view.default, _aten.clone.default, _aten.detach.default}
 
-_OBSERVERS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
-"""Whoever calls these wants to see the gradient of the logits, which tiles don't make as a whole."""
-
 _READERS = {
-    torch.Tensor.__array__,
-    torch.Tensor.__deepcopy__,
-    torch.Tensor.__dlpack__,
-    torch.Tensor.__format__,
-    torch.Tensor.__reduce_ex__,
-    torch.Tensor.__repr__,
-    torch.Tensor.data_ptr,
-    torch.Tensor.numpy,
-    torch.Tensor.storage,
-    torch.Tensor.tolist,
-    torch.Tensor.untyped_storage,
+    *(getattr(torch.Tensor, f"__{name}__") for name in ("array", "deepcopy", "dlpack", "format", "reduce_ex", "repr")),
+    *(getattr(torch.Tensor, name) for name in ("data_ptr", "numpy", "storage", "tolist", "untyped_storage")),
 }
 """Methods that look at memory without an operation of the dispatcher."""
 
 
-@dataclasses.dataclass(eq=False)
-class HeadCall:
+class HeadCall(NamedTuple):
     """One call of the head, see :func:`lazy_linear`."""
 
     hidden: torch.Tensor
@@ -62,8 +48,6 @@ class HeadCall:
     """Whether the weights are those of the call."""
     real: RealTokens | None
     """Of the batch, those that aren't padding; None where it has little of that."""
-    is_observed: bool = False
-    """Whether somebody waits for the gradient of the logits."""
 
     def logits(self) -> torch.Tensor:
         """All logits, (..., V), without a graph. A StateError if the head's weights were changed since the call."""
@@ -117,8 +101,6 @@ class LazyLogits(torch.Tensor):
         if func is functional.cross_entropy:
             if (loss := _tiled(*args, **kwargs)) is not None:
                 return loss
-        elif func in _OBSERVERS:
-            args[0]._call.is_observed = True
         elif func in _READERS:
             args = (args[0].unsqueeze(0).squeeze(0), *args[1:])  # not recorded: an ordinary tensor that shares their values
         with torch._C.DisableTorchFunctionSubclass():
@@ -223,7 +205,8 @@ def _tiled(input: torch.Tensor, target: torch.Tensor, *others: Any, **given: Any
     nodes, call = [input], input._call
     while (parent := nodes[0]._parent) is not None:
         nodes.insert(0, parent)
-    if call.is_observed or any(node._version for node in nodes):
+    # Hooks want to see the gradient of the logits, which tiles don't make as a whole.
+    if any(node._version or node._backward_hooks or node.retains_grad for node in nodes):
         return None
     hidden, head_weight, bias = call.hidden, call.weight, call.bias
     if not input.requires_grad or not torch.is_grad_enabled():
