@@ -69,6 +69,7 @@ def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The settings that a person gave: a mapping, a JSON object, or the path of a yaml or JSON file, with the keys of
     ``megatrain_config`` or as an accelerate config with that section. Keys and values aren't checked here. Raises
     ``ConfigError`` where the file is missing, or its content isn't a mapping."""
+    from megatrain_accelerate.config import require_mapping
     from megatrain_accelerate.errors import ConfigError
 
     if source is None or isinstance(source, Mapping):
@@ -82,11 +83,7 @@ def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
         raise ConfigError(f"megatrain_config must be a JSON object or a yaml file's path; got {source!r}: {error}") from error
     if is_file and isinstance(content, Mapping) and "megatrain_config" in content:
         content = content["megatrain_config"]
-    if content is None:
-        return {}
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"megatrain_config must be a mapping of settings; {source!r} holds a {type(content).__name__}")
-    return content
+    return require_mapping(content, f"megatrain_config of {source!r}")
 
 
 def deactivate() -> None:

@@ -79,7 +79,7 @@ def _require_valid(settings: MegatrainConfig | PlacementSettings, section: str) 
                 raise ConfigError(f"{name} must be above 0 and finite, got {value}")
 
 
-def _require_mapping(settings: object, section: str) -> Mapping[str, Any]:
+def require_mapping(settings: object, section: str) -> Mapping[str, Any]:
     if settings is None:  # a section of a yaml file with nothing below it
         return {}
     if not isinstance(settings, Mapping):
@@ -206,7 +206,7 @@ class MegatrainConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.placement, PlacementSettings):
-            given = _require_mapping(self.placement, "megatrain_config.placement")
+            given = require_mapping(self.placement, "megatrain_config.placement")
             for key in given:
                 _require_known(key, PlacementSettings, "megatrain_config.placement")
             object.__setattr__(self, "placement", PlacementSettings(**given))
@@ -257,12 +257,12 @@ class MegatrainConfig:
         placement: dict[str, Any] = {}
         for source in given:
             made = vars(source) if isinstance(source, cls) else source
-            for key, value in _require_mapping(made, "megatrain_config").items():
+            for key, value in require_mapping(made, "megatrain_config").items():
                 if key in _GONE:
                     raise ConfigError(f"megatrain_config.{key} is gone: {_GONE[key]}")
                 if key == "placement":
                     is_made = isinstance(value, PlacementSettings)
-                    placement |= vars(value) if is_made else _require_mapping(value, "megatrain_config.placement")
+                    placement |= vars(value) if is_made else require_mapping(value, "megatrain_config.placement")
                 elif str(key).startswith("placement."):
                     placement[key.removeprefix("placement.")] = value
                 else:
