@@ -130,9 +130,12 @@ def load_replacement(module: str, name: str) -> Any:
 
 def wrap(owner: Any, name: str, replacement: Callable[..., Any], needs: Sequence[str] = (), *, always: bool = False) -> None:
     """Replaces a method, or a property's getter, by ``replacement(original, *args, **kwargs)`` where the plugin is on or
-    ``always``. ``original``, the plain function, stays reachable as ``__wrapped__``. Raises ``AttributeError`` where it is
-    missing, ``TypeError`` where it isn't a function, or lacks a parameter of ``needs``."""
-    stored = inspect.getattr_static(owner, name)
+    ``always``. ``original``, the plain function, stays reachable as ``__wrapped__``. Raises ``TypeError`` where it is missing,
+    isn't a function, or lacks a parameter of ``needs``."""
+    try:
+        stored = inspect.getattr_static(owner, name)
+    except AttributeError:
+        raise TypeError(f"{owner.__name__} has no attribute {name}") from None
     original: Any = stored.fget if isinstance(stored, property) else getattr(stored, "__func__", stored)
     if hasattr(original, _MARK):
         return
