@@ -51,7 +51,6 @@ INTERNAL = (
     "... must be contiguous",
     "... has ... elements and",
     "the host optimizer's thread was closed",
-    "the megatrain settings handed to this process",
 )
 """How messages begin that no script or setting should lead to."""
 ELSEWHERE = {"optim/host_step.py:begin_step": ("TAKEN_OVER", "ENGINE_CLOSED")}

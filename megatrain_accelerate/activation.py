@@ -42,9 +42,8 @@ def activate(
         active_config()  # The launcher's settings may not have been read yet.
         _active_config = MegatrainConfig.from_mapping(_base_config, arguments)
     else:
-        if not isinstance(settings, MegatrainConfig):
-            settings = MegatrainConfig.from_mapping(read_settings(settings) if isinstance(settings, str) else settings)
-        _active_config = _base_config = settings
+        given = read_settings(settings) if isinstance(settings, str) else settings
+        _active_config = _base_config = MegatrainConfig.from_mapping(given)
     return _active_config
 
 
@@ -70,6 +69,7 @@ def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The settings that a person gave: a mapping, a JSON object, or the path of a yaml or JSON file, with the keys of
     ``megatrain_config`` or as an accelerate config with that section. Keys and values aren't checked here. Raises
     ``ConfigError`` where the file is missing, or its content isn't a mapping."""
+    from megatrain_accelerate.config import require_mapping
     from megatrain_accelerate.errors import ConfigError
 
     if source is None or isinstance(source, Mapping):
@@ -83,11 +83,7 @@ def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
         raise ConfigError(f"megatrain_config must be a JSON object or a yaml file's path; got {source!r}: {error}") from error
     if is_file and isinstance(content, Mapping) and "megatrain_config" in content:
         content = content["megatrain_config"]
-    if content is None:
-        return {}
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"megatrain_config must be a mapping of settings; {source!r} holds a {type(content).__name__}")
-    return content
+    return require_mapping(content, f"megatrain_config of {source!r}")
 
 
 def deactivate() -> None:
@@ -104,12 +100,4 @@ def active_config() -> MegatrainConfig | None:
         return _active_config
     if is_disabled() or os.environ.get(ENV_ACTIVE) != "1":
         return None
-    import json
-
-    from megatrain_accelerate.errors import ConfigError
-
-    text = os.environ.get(ENV_CONFIG) or "{}"
-    try:
-        return activate(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"the megatrain settings handed to this process are not JSON: {text!r}") from error
+    return activate(os.environ.get(ENV_CONFIG) or None)

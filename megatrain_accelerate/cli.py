@@ -99,6 +99,8 @@ def _trace(options: argparse.Namespace) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         options.error("the training's command is missing: megatrain trace --out DIR -- accelerate launch ... train.py")
+    if options.step < 2:  # the first one's forward follows no step, so that it has no host step to show
+        raise ConfigError(f"step {options.step} can't be traced: a period begins with the step before; use 2 or more")
     request, folder = TraceRequest(options.out, options.step), options.out
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,14 +122,14 @@ def _trace(options: argparse.Namespace) -> int:
     finally:
         if status is None:  # interrupted: so was the command, by the same signal
             process.wait()
-    is_written = (folder / PERFETTO_TRACE).exists()
-    if not is_written:
-        print(
-            f"megatrain trace: no step was traced. Did the training reach optimizer step {request.step} (--step), and is "
-            "megatrain on in it (distributed_type: MEGATRAIN in the yaml, or --megatrain)?",
-            file=sys.stderr,
-        )
-    return status or (0 if is_written else 1)
+    if (folder / PERFETTO_TRACE).exists():
+        return status
+    print(
+        f"megatrain trace: no step was traced. Did the training reach optimizer step {request.step} (--step), and is "
+        "megatrain on in it (distributed_type: MEGATRAIN in the yaml, or --megatrain)?",
+        file=sys.stderr,
+    )
+    return status or 1
 
 
 def write_results(folder: Path) -> None:

@@ -21,19 +21,13 @@ _MINIMA = {
 }
 """Of whole numbers; None and ``auto`` are allowed where they are the default."""
 _GONE = {
-    "keep_layers": "set placement.kept_layers",
-    "offload_layers": "set placement.offloaded_layers",
-    "keep_attention": "set placement.kept_attention",
-    "offload_inputs": "set placement.offloaded_inputs",
-    "device_layers": "set placement.device_layers",
-    "slots": "set placement.slots",
     "gradient_slots": "two were always enough; remove the key",
     "max_nonfinite_steps": "the fifth such step in a row stops a run; remove the key",
     "pin_memory": "memory is page-locked wherever there is a GPU; remove the key",
     "resident_layers": "it was predicted to gain less than 1% of a step; placement.device_layers keeps whole layers there",
     "huge_pages": "the store asks for huge pages in any case; remove the key",
 }
-"""Settings of earlier versions, and what became of them."""
+"""Settings of earlier versions that have no successor of a similar name, and what became of them."""
 CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "step_schedule": ("auto", "deferred", "backward", "serial"),
     "accumulation_dtype": ("fp32", "bf16"),
@@ -85,7 +79,7 @@ def _require_valid(settings: MegatrainConfig | PlacementSettings, section: str) 
                 raise ConfigError(f"{name} must be above 0 and finite, got {value}")
 
 
-def _require_mapping(settings: object, section: str) -> Mapping[str, Any]:
+def require_mapping(settings: object, section: str) -> Mapping[str, Any]:
     if settings is None:  # a section of a yaml file with nothing below it
         return {}
     if not isinstance(settings, Mapping):
@@ -212,7 +206,7 @@ class MegatrainConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.placement, PlacementSettings):
-            given = _require_mapping(self.placement, "megatrain_config.placement")
+            given = require_mapping(self.placement, "megatrain_config.placement")
             for key in given:
                 _require_known(key, PlacementSettings, "megatrain_config.placement")
             object.__setattr__(self, "placement", PlacementSettings(**given))
@@ -263,12 +257,12 @@ class MegatrainConfig:
         placement: dict[str, Any] = {}
         for source in given:
             made = vars(source) if isinstance(source, cls) else source
-            for key, value in _require_mapping(made, "megatrain_config").items():
+            for key, value in require_mapping(made, "megatrain_config").items():
                 if key in _GONE:
                     raise ConfigError(f"megatrain_config.{key} is gone: {_GONE[key]}")
                 if key == "placement":
                     is_made = isinstance(value, PlacementSettings)
-                    placement |= vars(value) if is_made else _require_mapping(value, "megatrain_config.placement")
+                    placement |= vars(value) if is_made else require_mapping(value, "megatrain_config.placement")
                 elif str(key).startswith("placement."):
                     placement[key.removeprefix("placement.")] = value
                 else:

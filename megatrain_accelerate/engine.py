@@ -29,7 +29,7 @@ from megatrain_accelerate.layers.proxy import install_proxy, leave_checkpointing
 from megatrain_accelerate.layers.resident import ResidentGroup
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.token_tiles import TokenTiles
-from megatrain_accelerate.loss.lazy_logits import TiledHead, find_head
+from megatrain_accelerate.loss.lazy_logits import find_head, tile_head
 from megatrain_accelerate.optim.host_step import ENGINE_CLOSED, HostStep
 from megatrain_accelerate.parallel.lifeline import ranks_of_run
 from megatrain_accelerate.plan.adoption import Adoption, compute_dtypes
@@ -113,7 +113,7 @@ class Engine:
         self.bf16 = bf16
         self._freed_bytes = freed_bytes
         self._handles: list[Any] = []
-        self._tiled_head: TiledHead | None = None
+        self._untile_head: Callable[[], None] | None = None
         self._places: dict[str, list[tuple[str, str, nn.Module | nn.Parameter, str]]] = {}
         """By module's name, what it holds that was adopted: registry, key, value, name in errors."""
         self._is_in_forward = False
@@ -253,7 +253,7 @@ class Engine:
             own = {id(parameter) for parameter in head.parameters()}
             units = [unit for unit in self.runtime.units if any(id(state.parameter) in own for state in unit.states)]
             versions, calls = (lambda: [unit.version for unit in units]), self.runtime.calls
-            self._tiled_head = TiledHead(head, versions, self._drain_for_copy, lambda: calls.real)
+            self._untile_head = tile_head(head, versions, self._drain_for_copy, lambda: calls.real)
 
     def _give_back(self, layers: Sequence[StreamedLayer], groups: Sequence[ResidentGroup]) -> None:
         """Undoes an adoption that failed half-way."""
@@ -269,8 +269,8 @@ class Engine:
     def _detach(self, streamed: Sequence[StreamedLayer]) -> None:
         for handle in self._handles:
             remove_hook(handle)
-        if self._tiled_head is not None:
-            self._tiled_head.remove()
+        if self._untile_head is not None:
+            self._untile_head()
         for layer in streamed:
             remove_proxy(layer.module, layer.forward)
 

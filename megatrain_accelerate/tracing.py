@@ -5,7 +5,6 @@ host's work that the first of the two left (under the forward that follows), one
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import itertools
 import os
 import re
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatrain_accelerate.errors import ConfigError, UnsupportedError
+from megatrain_accelerate.errors import UnsupportedError
 
 ENV_TRACE_DIR = "MEGATRAIN_TRACE_DIR"
 """Folder for the trace; a process without it isn't traced."""
@@ -73,14 +72,9 @@ ROOM_FOR_A_LABEL = 0.011
 _SPAN_NAME = re.compile(r"megatrain::(\w+)(?: \((.*)\))?$")
 
 
-@dataclasses.dataclass(frozen=True)
-class TraceRequest:
+class TraceRequest(NamedTuple):
     folder: Path
-    step: int = DEFAULT_STEP
-
-    def __post_init__(self) -> None:
-        if self.step < 2:  # the first one's forward follows no step, so that it has no host step to show
-            raise ConfigError(f"step {self.step} can't be traced: a period begins with the step before; use 2 or more")
+    step: int
 
     def environment(self) -> dict[str, str]:
         """The variables that hand the request to the processes of a command."""
@@ -88,13 +82,9 @@ class TraceRequest:
 
     @classmethod
     def from_environment(cls) -> TraceRequest | None:
-        """The request that was handed to this process, or None. A ConfigError for a step that can't be traced."""
-        if not (folder := os.environ.get(ENV_TRACE_DIR)):
-            return None
-        step = os.environ.get(ENV_TRACE_STEP, str(DEFAULT_STEP))
-        if not step.isdecimal():
-            raise ConfigError(f"{ENV_TRACE_STEP} must be a whole number, got {step!r}")
-        return cls(Path(folder), int(step))
+        """The request that was handed to this process, or None."""
+        folder = os.environ.get(ENV_TRACE_DIR)
+        return cls(Path(folder), int(os.environ.get(ENV_TRACE_STEP, DEFAULT_STEP))) if folder else None
 
 
 class Span(NamedTuple):

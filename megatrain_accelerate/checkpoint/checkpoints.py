@@ -101,8 +101,7 @@ def _saving_to(trainer: Any, folder: Path) -> Iterator[None]:
         del trainer._get_output_dir, trainer._push_from_checkpoint
 
 
-@contextlib.contextmanager
-def _logged_without(folder: str) -> Iterator[None]:
+def _logged_without(folder: str) -> contextlib.AbstractContextManager[None]:
     """Log messages of the body name a checkpoint by the path that it will have, and not by the one below ``folder``."""
     make = logging.getLogRecordFactory()
 
@@ -113,11 +112,7 @@ def _logged_without(folder: str) -> Iterator[None]:
                 record.msg, record.args = message.replace(f"{folder}/", ""), ()
         return record
 
-    logging.setLogRecordFactory(renamed)
-    try:
-        yield
-    finally:
-        logging.setLogRecordFactory(make)
+    return replaced(logging, "_logRecordFactory", renamed)
 
 
 def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:

@@ -32,17 +32,7 @@ from megatrain_accelerate.integrations.patches import PATCHES, TESTED_VERSIONS
 from megatrain_accelerate.integrations.wrapping import ensure_ready, installed_version
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.parallel.huge_file import open_huge_file
-from megatrain_accelerate.plan.machine import (
-    SHARE_IN_A_STEP,
-    STEP_BYTES,
-    Machine,
-    kept_speeds,
-    measure,
-    measured_machine,
-    seconds_of,
-    speeds_path,
-    step_arrays,
-)
+from megatrain_accelerate.plan import machine
 from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES, cgroup_available_bytes
 from megatrain_accelerate.units import GB, GIB, MIB
 
@@ -241,8 +231,8 @@ def disk(folder: Path) -> list[Finding]:
 
 def measure_sum(kernels: HostKernels, elements: int) -> float:
     """Bytes a second of a plain sum of two fp32 arrays with all threads: what the memory gives."""
-    _, _, moments, _ = step_arrays(kernels, elements)
-    seconds = seconds_of(torch.device("cpu"), lambda: kernels.accumulate(*moments))
+    _, _, moments, _ = machine.step_arrays(kernels, elements)
+    seconds = machine.seconds_of(torch.device("cpu"), lambda: kernels.accumulate(*moments))
     return 3 * moments.exp_avg.nbytes / seconds  # two are read, one is written
 
 
@@ -255,18 +245,18 @@ def speeds() -> list[Finding]:
         # A machine without a GPU is looked at quickly.
         sum_bytes = measure_sum(kernels, _SUM_ELEMENTS if has_gpu else _SUM_ELEMENTS // 16)
         try:
-            now = measure(device, kernels)
+            now = machine.measure(device, kernels)
         except HostMemoryError as error:
             return [Finding("link", "broken", str(error), "ulimit -l unlimited, or docker run --ulimit memlock=-1")]
         found = [host_finding(now, sum_bytes, kernels.threads, has_gpu)]
         if has_gpu:
-            plan = measured_machine(device, kernels)
-            path = speeds_path(device, kernels)
-            found += [link_finding(now), plan_finding(plan, now, str(path), len(kept_speeds(path)))]
+            plan = machine.measured_machine(device, kernels)
+            path = machine.speeds_path(device, kernels)
+            found += [link_finding(now), plan_finding(plan, now, str(path), len(machine.kept_speeds(path)))]
         return found
 
 
-def link_finding(now: Machine) -> Finding:
+def link_finding(now: machine.Machine) -> Finding:
     h2d, d2h = now.h2d_bytes / GB, now.d2h_bytes / GB
     values = {"h2d_gb_per_second": h2d, "d2h_gb_per_second": d2h}
     text = f"to the GPU {h2d:.1f}, from it {d2h:.1f} GB/s"
@@ -279,24 +269,24 @@ def link_finding(now: Machine) -> Finding:
     return Finding("link", "slow", f"{text}: slower than PCIe Gen4 on 16 lanes", remedy, values)
 
 
-def host_finding(now: Machine, sum_bytes: float, threads: int, has_gpu: bool) -> Finding:
+def host_finding(now: machine.Machine, sum_bytes: float, threads: int, has_gpu: bool) -> Finding:
     """What the host's AdamW reaches beside a plain sum, which moves ``sum_bytes`` a second."""
-    step_parameters = now.host_step_parameters / SHARE_IN_A_STEP
+    step_parameters = now.host_step_parameters / machine.SHARE_IN_A_STEP
     step, dram = step_parameters / 1e9, sum_bytes / GB
     values = {"host_step_g_parameters_per_second": step, "dram_gb_per_second": dram, "host_threads": threads}
     text = f"AdamW {step:.2f} G parameters/s, memory {dram:.0f} GB/s, with {threads} threads"
-    if has_gpu and STEP_BYTES * step_parameters < SLOW_STEP_SHARE * sum_bytes:
+    if has_gpu and machine.STEP_BYTES * step_parameters < SLOW_STEP_SHARE * sum_bytes:
         remedy = "more cores would help: lift limits on them, set megatrain_config.host_threads, end what else runs on them"
         return Finding("host speed", "slow", f"{text}: the cores bound AdamW, not the memory", remedy, values)
     return Finding("host speed", "ok", text, values=values)
 
 
-def plan_finding(plan: Machine, now: Machine, path: str, count: int) -> Finding:
+def plan_finding(plan: machine.Machine, now: machine.Machine, path: str, count: int) -> Finding:
     """Whether the plan's speeds still hold, of ``count`` measurements in the file at ``path``, 0 if none could be kept."""
     values = {f"plan_{name}": value for name, value in dataclasses.asdict(plan).items()} | {"speeds_file": path}
-    kinds: dict[str, Callable[[Machine], float]] = {
+    kinds: dict[str, Callable[[machine.Machine], float]] = {
         "GB/s over the link": lambda at: min(at.h2d_bytes, at.d2h_bytes),
-        "G parameters/s of AdamW": lambda at: at.host_step_parameters / SHARE_IN_A_STEP,
+        "G parameters/s of AdamW": lambda at: at.host_step_parameters / machine.SHARE_IN_A_STEP,
     }
     changed = [
         f"{speed(plan) / 1e9:.1f} {kind}, {speed(now) / 1e9:.1f} were measured now"

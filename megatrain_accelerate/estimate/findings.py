@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError
@@ -31,8 +30,7 @@ _TOLERANCE = 0.02
 _MOST_ROWS = 7
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """What fits at most, where every layer streams and is recomputed, and inputs leave as far as the host has room: sequences
     of the estimate's length, tokens of a single one, and the step on that."""
 

@@ -276,8 +276,8 @@ def _unknown_gpu(options: Namespace) -> KnownGpu:
     if missing := [name for name, value in needed.items() if value is None]:
         raise ConfigError(f"a GPU that isn't in the table needs {', '.join(missing)} too; or name a known one by --gpu")
     memory, dense, device, link = needed.values()
-    speeds = (dense / DENSE_SHARE, device / MEMORY_SHARE, link / H2D_SHARE)
-    return KnownGpu("described GPU", memory / GIB, *speeds, host_cores=usable_cpu_count())
+    # Products and the GPU's memory are as the options say.
+    return KnownGpu("described GPU", memory / GIB, dense, device, link / H2D_SHARE, host_cores=usable_cpu_count())
 
 
 def _changed(machine: Machine, options: Namespace) -> Machine:

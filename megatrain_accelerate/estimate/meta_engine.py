@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -62,8 +62,7 @@ def model_on_meta(config: Any, trust_remote_code: bool = False) -> nn.Module:
     return model.to(torch.bfloat16)
 
 
-@dataclasses.dataclass(frozen=True)
-class PositionTable:
+class PositionTable(NamedTuple):
     """A part of the model with a row for each of its positions. Without data nothing refuses a sequence of more tokens."""
 
     name: str

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatrain_accelerate.activation import ENV_ACTIVE, ENV_CONFIG, read_settings
 from megatrain_accelerate.config import MegatrainConfig, nearest, usable_cpu_count
@@ -25,8 +25,7 @@ _exported: dict[str, str] = {}
 """Variables that this launcher set; a later launch in the same process starts without them."""
 
 
-@dataclasses.dataclass(frozen=True)
-class YamlSection:
+class YamlSection(NamedTuple):
     """What an accelerate config says about us. Accelerate would spread a dict over its arguments."""
 
     settings: dict[str, Any] | None

@@ -65,11 +65,9 @@ PATCHES = (
     Patch(f"{_ACCELERATOR}.clip_grad_norm_", "accelerate_backend:clip_grad_norm(self, parameters, max_norm, norm_type)"),
     # The engines hold host memory and unapplied steps.
     Patch(f"{_ACCELERATOR}.free_memory", "accelerate_backend:free_memory(self, objects)"),
-    # The Trainer would move the whole model to the GPU.
-    Patch(f"{_ARGUMENTS}.place_model_on_device", "trainer:place_model_on_device()"),
     # The Trainer's own arguments decide whether what its Accelerator prepares is streamed.
     Patch(f"{_TRAINER}.create_accelerator_and_postprocess", "wrapping:create_accelerator(self)"),
-    # `*_full_eval` and `model_init` call it whatever place_model_on_device says.
+    # The Trainer would move the whole model to the GPU, wherever it does so.
     Patch(f"{_TRAINER}._move_model_to_device", "trainer:move_model_to_device(self, model, device)"),
     # --- Until Transformers lets an installed package add training arguments.
     # The fields `megatrain` and `megatrain_config`, for every script with TrainingArguments or a subclass.

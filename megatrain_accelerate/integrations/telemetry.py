@@ -1,8 +1,6 @@
-"""What the engine did: numbers under ``megatrain/`` in the Trainer's logs, and one step's trace.
-
-`megatrain trace` asks for a trace by the environment. The Trainer and bare Accelerate loops are traced alike, by a hook of the
-optimizer's steps. torch's profiler doesn't follow the step worker's thread: its spans are noted by the host's clock.
-"""
+"""What the engine did: numbers under ``megatrain/`` in the Trainer's logs, and one step's trace. The Trainer and Accelerate's
+bare loops are traced alike, by a hook of the optimizer's steps. torch's profiler doesn't follow the step worker's thread: its
+spans are noted by the host's clock."""
 
 from __future__ import annotations
 
@@ -68,12 +66,9 @@ def wait_ms_by_cause(counters: Counters) -> dict[str, float]:
 
 
 def bound_shares(wait_ms: dict[str, float], step_ms: float) -> dict[str, float]:
-    """Shares of a step in which the GPU worked (``compute``) and in which it stood still for each other resource.
-
-    The rest of a step, launching and the data loader among it, counts as compute. ``wait_ms`` is by what the GPU stood still
-    for; the end of backward is the d2h link's. Waits are read when they are over, so that those of a step of ``step_ms``
-    (above 0) may be counted in the next: a sum above the step is scaled down to it.
-    """
+    """Shares of a step in which the GPU worked (``compute``), launching and the data loader among it, and in which it stood
+    still for each other resource; the end of backward is the d2h link's. Waits are read when they are over, so that those of a
+    step of ``step_ms`` (above 0) may be counted in the next: a sum above the step is scaled down to it."""
     waits = {"h2d": wait_ms["h2d"], "d2h": wait_ms["d2h"] + wait_ms["backward_end"], "host_step": wait_ms["host_step"]}
     whole = max(step_ms, sum(waits.values()))
     shares = {name: waited / whole for name, waited in waits.items()}
@@ -205,23 +200,16 @@ class Telemetry:
         self._handle.remove()
 
 
-def on_log(
-    original: Callable[..., None],
-    callback: Any,
-    args: Any,
-    state: Any,
-    control: Any,
-    logs: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> None:
+def on_log(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Gives ``on_log`` of a callback that prints a shorter copy of the logs. Trackers and history keep all entries."""
-    if logs is not None and any(name.startswith(PREFIX) for name in logs):
+    logs = kwargs.get("logs") or {}
+    if any(name.startswith(PREFIX) for name in logs):
         short = {name: value for name, value in logs.items() if not name.startswith(PREFIX)}
         for name, shown in _SHOWN.items():
             if PREFIX + name in logs:
                 short.setdefault(shown, logs[PREFIX + name])  # the script may log something of that name itself
-        logs = short
-    original(callback, args, state, control, logs=logs, **kwargs)
+        kwargs["logs"] = short
+    original(*args, **kwargs)
 
 
 _current: StepTrace | None = None

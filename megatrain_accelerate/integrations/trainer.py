@@ -39,13 +39,8 @@ def n_gpu(original: Callable[..., int], arguments: Any) -> int:
     return original(arguments)
 
 
-def place_model_on_device(original: Callable[..., bool], arguments: Any) -> bool:
-    """The Trainer places no model."""
-    return False
-
-
 def move_model_to_device(original: Callable[..., Any], trainer: Any, model: nn.Module, device: torch.device) -> None:
-    """The engine places weights when the model is prepared; until then they stay on the host."""
+    """The Trainer places no model: the engine does when it is prepared; until then weights stay on the host."""
 
 
 def from_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

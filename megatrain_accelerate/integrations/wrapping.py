@@ -88,9 +88,7 @@ def apply(patch: Patch, module: ModuleType) -> None:
 
 def _apply(patch: Patch, module: ModuleType) -> None:
     class_name, _, name = patch.target.partition(":")[2].partition(".")
-    owner = getattr(module, class_name, None)
-    if not inspect.isclass(owner):
-        raise TypeError(f"{module.__name__} has no class {class_name}")
+    owner = getattr(module, class_name)
     place, _, needs = patch.replacement.rstrip(")").partition("(")
     home, _, function = place.partition(":")
     if function == "FIELDS":
@@ -138,11 +136,9 @@ def wrap(owner: Any, name: str, replacement: Callable[..., Any], needs: Sequence
         stored = inspect.getattr_static(owner, name)
     except AttributeError:
         raise TypeError(f"{owner.__name__} has no attribute {name}") from None
-    original = stored.fget if isinstance(stored, property) else getattr(stored, "__func__", stored)
+    original: Any = stored.fget if isinstance(stored, property) else getattr(stored, "__func__", stored)
     if hasattr(original, _MARK):
         return
-    if not callable(original):
-        raise TypeError(f"{name} is a {type(original).__name__}, not a function")
     signature = inspect.signature(original)
     if missing := [parameter for parameter in needs if parameter not in signature.parameters]:
         raise TypeError(f"it has no parameter {', '.join(missing)}; its signature is {signature}")
@@ -181,12 +177,10 @@ def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -
 def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
     """Adds fields to a dataclass and its subclasses: by name, type and ``field()`` with a default. Raises ``TypeError`` where
     it isn't a dataclass, or has a field of that name."""
-    existing = getattr(owner, "__dataclass_fields__", None)
-    if existing is None:
-        raise TypeError(f"{owner.__name__} is not a dataclass")
+    existing = {field.name for field in dataclasses.fields(owner)}
     if hasattr(owner.__init__, _MARK):
         return
-    if taken := [name for name in additions if name in existing]:
+    if taken := additions.keys() & existing:
         raise TypeError(f"{owner.__name__} has a field {', '.join(taken)} of its own")
 
     def init(original: Callable[..., None], made: Any, *args: Any, **kwargs: Any) -> None:

@@ -6,9 +6,9 @@ by the operations of plain PyTorch. Recording happens below autograd: gradients 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,49 +26,32 @@ _aten = torch.ops.aten
 
 _ELEMENTWISE = {_aten._to_copy.default, _aten.mul.Tensor, _aten.div.Tensor, _aten.tanh.default, _aten.neg.default}
 
-_RESHAPES = {_aten.view.default, _aten._unsafe_view.default}
-
 _VIEWS = {_aten.view.default, _aten.slice.Tensor, _aten.alias.default}
 """Recorded operations whose result shares memory with what they were called on."""
 
-_RECORDED = _ELEMENTWISE | _RESHAPES | {_aten.slice.Tensor, _aten.clone.default, _aten.alias.default, _aten.detach.default}
-
-_OBSERVERS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
-"""Whoever calls these wants to see the gradient of the logits, which tiles don't make as a whole."""
+_RECORDED = _ELEMENTWISE | _VIEWS | {_aten._unsafe_view.default, _aten.clone.default, _aten.detach.default}
 
 _READERS = {
-    torch.Tensor.__array__,
-    torch.Tensor.__deepcopy__,
-    torch.Tensor.__dlpack__,
-    torch.Tensor.__format__,
-    torch.Tensor.__reduce_ex__,
-    torch.Tensor.__repr__,
-    torch.Tensor.data_ptr,
-    torch.Tensor.numpy,
-    torch.Tensor.storage,
-    torch.Tensor.tolist,
-    torch.Tensor.untyped_storage,
+    *(getattr(torch.Tensor, f"__{name}__") for name in ("array", "deepcopy", "dlpack", "format", "reduce_ex", "repr")),
+    *(getattr(torch.Tensor, name) for name in ("data_ptr", "numpy", "storage", "tolist", "untyped_storage")),
 }
 """Methods that look at memory without an operation of the dispatcher."""
 
 
-@dataclasses.dataclass(eq=False)
-class HeadCall:
+class HeadCall(NamedTuple):
     """One call of the head, see :func:`lazy_linear`."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
-    weights_version: Callable[[], Any]
-    version_at_call: Any
-    real: RealTokens | None = None
+    is_current: Callable[[], bool]
+    """Whether the weights are those of the call."""
+    real: RealTokens | None
     """Of the batch, those that aren't padding; None where it has little of that."""
-    is_observed: bool = False
-    """Whether somebody waits for the gradient of the logits."""
 
     def logits(self) -> torch.Tensor:
         """All logits, (..., V), without a graph. A StateError if the head's weights were changed since the call."""
-        if self.weights_version() != self.version_at_call:
+        if not self.is_current():
             raise StateError(
                 "logits were read after the head's weights had changed (by optimizer.step() or a write). They are made when "
                 "they are first read: read them before the step, or set megatrain_config.tiled_loss to false"
@@ -91,38 +74,26 @@ class LazyLogits(torch.Tensor):
     def _make(call: HeadCall, like: torch.Tensor, parent: LazyLogits | None, operation: Operation | None) -> LazyLogits:
         """A new one with shape, strides and dtype of ``like``: ``operation`` on ``parent``, or the head's own output."""
         made: LazyLogits = torch.Tensor._make_wrapper_subclass(
-            LazyLogits,
-            like.shape,
-            strides=like.stride(),
-            storage_offset=0,
-            dtype=like.dtype,
-            device=call.hidden.device,
-            storage_size=0,
+            LazyLogits, like.shape, strides=like.stride(), dtype=like.dtype, device=call.hidden.device, storage_size=0
         )
         made._call, made._parent, made._operation, made._cell = call, parent, operation, [None]
         return made
 
     def _materialised(self) -> torch.Tensor:
         """The values, without a graph, made once: all see in-place writes. A StateError if they can't be made any more."""
-        value = self._cell[0] = self._computed()
-        return value
-
-    def _computed(self) -> torch.Tensor:
-        if self._cell[0] is not None:
-            return self._cell[0]
-        if self._parent is None or self._operation is None:
-            return self._call.logits()
-        with torch.no_grad():
-            if self._operation.function in _VIEWS:
-                return self._operation(self._parent._materialised())
-            if self._parent._version:
+        if (value := self._cell[0]) is None:
+            if self._parent is None or self._operation is None:
+                value = self._call.logits()
+            elif self._parent._version and self._operation.function not in _VIEWS:
                 raise StateError(
                     "logits were written to in place after others had been derived from them and before these were read; "
                     "write to a copy, or set megatrain_config.tiled_loss to false"
                 )
-            # Autograd has saved what tanh made, for the fall-back's backward.
-            is_saved = self._parent._operation is not None and self._parent._operation.function is _aten.tanh.default
-            return self._operation(self._parent._materialised() if is_saved else self._parent._computed())
+            else:
+                with torch.no_grad():
+                    value = self._operation(self._parent._materialised())
+            self._cell[0] = value
+        return value
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,10 +101,8 @@ class LazyLogits(torch.Tensor):
         if func is functional.cross_entropy:
             if (loss := _tiled(*args, **kwargs)) is not None:
                 return loss
-        elif func in _OBSERVERS:
-            args[0]._call.is_observed = True
         elif func in _READERS:
-            args = (_Plain.apply(args[0]), *args[1:])
+            args = (args[0].unsqueeze(0).squeeze(0), *args[1:])  # not recorded: an ordinary tensor that shares their values
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -179,18 +148,6 @@ class _LazyLinear(torch.autograd.Function):
         )
 
 
-class _Plain(torch.autograd.Function):
-    """Lazy logits as an ordinary tensor that shares their values."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: LazyLogits) -> torch.Tensor:
-        return logits._materialised().detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
-        return grad_output
-
-
 def lazy_linear(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -201,7 +158,8 @@ def lazy_linear(
     """``torch.nn.functional.linear`` of (..., D), (V, D), and (V,) or None, in the dtype in which the head computes, later.
     ``weights_version`` changes whenever the weights do; logits that are read after that can't be made. A loss of them looks
     which tokens have a label if the batch has ``real`` ones among others; for that it waits for the device."""
-    call = HeadCall(hidden, weight, bias, weights_version, weights_version(), real)
+    version = weights_version()
+    call = HeadCall(hidden, weight, bias, lambda: weights_version() == version, real)
     return _LazyLinear.apply(hidden, weight, bias, call)
 
 
@@ -234,27 +192,21 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLog
     return LazyLogits._make(logits._call, result, logits, Operation(func, args[1:], kwargs))
 
 
-def _tiled(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> torch.Tensor | None:
+def _tiled(input: torch.Tensor, target: torch.Tensor, *others: Any, **given: Any) -> torch.Tensor | None:
     """``cross_entropy`` by tiles; None if it has to be computed from the logits."""
+    options: dict[str, Any] = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
+    options |= {name: value for name, value in given.items() if value is not None}
+    if others or len(options) > 3 or options["reduction"] not in ("mean", "sum"):
+        return None
     if not isinstance(input, LazyLogits) or input.dim() != 2 or isinstance(target, LazyLogits):
         return None
     if target.dim() != 1 or target.is_floating_point() or target.shape[0] != input.shape[0] or target.device != input.device:
         return None
-    if weight is not None or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
-        return None
     nodes, call = [input], input._call
     while (parent := nodes[0]._parent) is not None:
         nodes.insert(0, parent)
-    if call.is_observed or any(node._version for node in nodes):
+    # Hooks want to see the gradient of the logits, which tiles don't make as a whole.
+    if any(node._version or node._backward_hooks or node.retains_grad for node in nodes):
         return None
     hidden, head_weight, bias = call.hidden, call.weight, call.bias
     if not input.requires_grad or not torch.is_grad_enabled():
@@ -267,7 +219,7 @@ def _tiled(
         if (operation := node._operation) is None:
             continue
         # What moved tokens moves the hidden states.
-        if operation.function in _RESHAPES:
+        if operation.function in (_aten.view.default, _aten._unsafe_view.default):
             hidden = hidden.reshape(*node.shape[:-1], hidden.shape[-1])
         elif operation.function in _ELEMENTWISE:
             chain.append(operation)
@@ -275,8 +227,7 @@ def _tiled(
             dim = operation.args[0] if operation.args else 0
             hidden = hidden if dim % hidden.dim() == hidden.dim() - 1 else operation(hidden)
     if call.real is not None:
-        hidden, target = call.real.labelled(hidden, target, ignore_index)
-    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+        hidden, target = call.real.labelled(hidden, target, options["ignore_index"])
     return TiledCrossEntropy.apply(hidden, head_weight, bias, target, chain, options)
 
 
@@ -292,49 +243,41 @@ def find_head(model: Any, layers: Iterable[nn.Module]) -> nn.Linear | None:
     return head if head in outside else None
 
 
-class TiledHead:
-    """Makes a head return lazy logits in training, until :meth:`remove`. The head changes class as streamed layers do, so
-    copies and pickles of the model hold the plain one. ``weights_version`` changes whenever its weights do; ``before_copy`` is
-    called before the head is copied or pickled; ``real`` tells the real tokens of the batch."""
+def tile_head(
+    head: nn.Linear,
+    weights_version: Callable[[], Any],
+    before_copy: Callable[[], None],
+    real: Callable[[], RealTokens | None],
+) -> Callable[[], None]:
+    """Makes a head return lazy logits in training, until what is returned is called. The head changes class as streamed layers
+    do, so copies and pickles of the model hold the plain one. ``weights_version`` changes whenever its weights do;
+    ``before_copy`` is called before the head is copied or pickled; ``real`` tells the real tokens of the batch."""
 
-    def __init__(
-        self,
-        head: nn.Linear,
-        weights_version: Callable[[], Any],
-        before_copy: Callable[[], None],
-        real: Callable[[], RealTokens | None],
-    ) -> None:
-        self._head = head
-        self._weights_version, self._real = weights_version, real
-        for dtype in {head.weight.dtype, torch.bfloat16} - {torch.float32}:
-            product_form(head.weight.device.type, dtype)  # so that no step has to wait for the device
-        self._forward = install_proxy(head, self._run, before_copy)
-
-    def remove(self) -> None:
-        """Gives the head its own forward back."""
-        remove_proxy(self._head, self._forward)
-
-    def _run(self, head: nn.Linear, /, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs or len(args) != 1 or not self._is_worth_waiting(args[0]):
-            return self._forward(*args, **kwargs)
-        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = (args[0], head.weight, head.bias)
-        hidden, weight, bias = operands
+    def run(head: Any, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs or len(args) != 1 or not _is_worth_waiting(head, args[0]):
+            return forward(*args, **kwargs)
+        hidden, weight, bias = args[0], head.weight, head.bias
         kind = hidden.device.type
         if torch.is_autocast_enabled(kind):  # as autocast would do it for `linear`
             dtype = torch.get_autocast_dtype(kind)
-            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
+            hidden, weight, bias = (None if operand is None else operand.to(dtype) for operand in (hidden, weight, bias))
         if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
-            return self._forward(*args)
-        return lazy_linear(hidden, weight, bias, self._weights_version, self._real())
+            return forward(*args)
+        return lazy_linear(hidden, weight, bias, weights_version, real())
 
-    def _is_worth_waiting(self, hidden: Any) -> bool:
-        head = self._head
-        if not (head.training and torch.is_grad_enabled() and isinstance(hidden, torch.Tensor) and hidden.dim() >= 2):
-            return False
-        # What `linear` would refuse, or autocast leave alone, goes there.
-        if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16) or hidden.shape[-1] != head.in_features:
-            return False
-        if not any(tensor is not None and tensor.requires_grad for tensor in (hidden, head.weight, head.bias)):
-            return False
-        # As few logits as this take no more memory than tiles do, and the plain way is exact to the bit.
-        return hidden.shape[:-1].numel() > strip_tokens(head.out_features)
+    for dtype in {head.weight.dtype, torch.bfloat16} - {torch.float32}:
+        product_form(head.weight.device.type, dtype)  # so that no step has to wait for the device
+    forward = install_proxy(head, run, before_copy)
+    return functools.partial(remove_proxy, head, forward)
+
+
+def _is_worth_waiting(head: nn.Linear, hidden: Any) -> bool:
+    if not (head.training and torch.is_grad_enabled() and isinstance(hidden, torch.Tensor) and hidden.dim() >= 2):
+        return False
+    # What `linear` would refuse, or autocast leave alone, goes there.
+    if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16) or hidden.shape[-1] != head.in_features:
+        return False
+    if not any(tensor is not None and tensor.requires_grad for tensor in (hidden, head.weight, head.bias)):
+        return False
+    # As few logits as this take no more memory than tiles do, and the plain way is exact to the bit.
+    return hidden.shape[:-1].numel() > strip_tokens(head.out_features)

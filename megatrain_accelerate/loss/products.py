@@ -50,14 +50,14 @@ def runs_on_gpu(tensor: torch.Tensor) -> bool:
 
 def _form(total: torch.Tensor, dtype: torch.dtype) -> str:
     if total.dtype == dtype:
-        return "same"
+        return "converted"  # by nothing at all
     # Not every torch knows the shapes of `out_dtype` without data; a part's temporary is small in the prediction.
     return "rounded" if isinstance(total, FakeTensor) and runs_on_gpu(total) else product_form(total.device.type, dtype)
 
 
 def parts(total: torch.Tensor, dtype: torch.dtype, rows: int, width: int) -> Iterator[slice]:
     """Slices of ``rows`` in which products of ``dtype`` go to ``total``: temporaries of ``width`` columns stay small."""
-    whole = _form(total, dtype) in ("same", "addmm")
+    whole = total.dtype == dtype or _form(total, dtype) == "addmm"
     step = rows if whole else max(1, PART_BYTES // (4 * width))
     for begin in token_tiles.tiles(range(0, rows, step)):
         yield slice(begin, min(begin + step, rows))
@@ -68,9 +68,7 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
     half-precision operands comes in fp32 from the tensor cores. Before that it is rounded once for each call there; on the CPU
     the operands are converted. ``total`` is fp32 or of their dtype."""
     form = _form(total, left.dtype)
-    if form == "same":
-        total.addmm_(left, right)
-    elif form == "addmm":
+    if form == "addmm":
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     elif form == "mm":
         total.add_(torch.mm(left, right, out_dtype=total.dtype))

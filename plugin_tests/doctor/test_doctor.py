@@ -260,7 +260,7 @@ def test_memory_that_the_driver_refuses_keeps_training_from_running(monkeypatch:
     def refuses(*_: object) -> Machine:
         raise HostMemoryError("refused to page-lock")
 
-    monkeypatch.setattr(checks, "measure", refuses)
+    monkeypatch.setattr(checks.machine, "measure", refuses)
     found = only(checks.speeds())
     assert (found.name, found.state) == ("link", "broken")
     assert "memlock=-1" in found.remedy

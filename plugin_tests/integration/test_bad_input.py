@@ -201,7 +201,7 @@ def test_layers_that_share_a_weight_are_refused() -> None:
     ("settings", "message"),
     [
         ({"slot": 3}, r"no setting 'slot'; did you mean 'placement\.slots'\?.*host_threads"),
-        ({"slots": 3}, r"megatrain_config\.slots is gone: set placement\.slots"),
+        ({"slots": 3}, r"no setting 'slots'; did you mean 'placement\.slots'\?.*host_threads"),
         ({"placement": {"slots": 1}}, r"placement\.slots must be at least 2, got 1"),
         ({"placement": {"slots": "2"}}, "slots must be a whole number, got '2'"),
         ({"placement": {"slots": True}}, "slots must be a whole number, got True"),
