@@ -30,7 +30,7 @@ from megatrain_accelerate.layers.micro_batches import BatchCut
 from megatrain_accelerate.layers.nested_tensors import taken_apart
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.resident import Part, ResidentGroup, relocate
-from megatrain_accelerate.layers.shared_mappings import with_copies
+from megatrain_accelerate.layers.shared_mappings import has_mappings, with_copies
 from megatrain_accelerate.layers.states_on_device import StatesOnDevice
 from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.layers.unpadded_layer import batch_of
@@ -234,7 +234,9 @@ class StreamingRuntime:
                 tape, position, open_forward = self.passes.record(layer)
                 if self._is_plain:
                     return self._run_plain(layer, open_forward, *arguments)
-                return with_copies(functools.partial(self.calls.run, layer, tape, position), *arguments)
+                if has_mappings(*arguments):
+                    return with_copies(functools.partial(self.calls.run, layer, tape, position), *arguments)
+                return self.calls.run(layer, tape, position, *arguments)
             with torch.no_grad():
                 return self._run_streamed(layer, args, kwargs)
         return self._run_streamed(layer, args, kwargs)
