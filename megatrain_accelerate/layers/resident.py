@@ -13,6 +13,7 @@ import torch
 from megatrain_accelerate.kernels.device import device_kernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.layers.layer import StreamedLayer
+from megatrain_accelerate.layers.watched_parameters import unwatched
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.gather import Gather
 from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_range
@@ -21,8 +22,9 @@ from megatrain_accelerate.transfer.streams import Streams
 
 
 class ResidentGroup:
-    """One module's own parameters, outside all layers. The unit's weights on the host are the source of the device's copy
-    after each step, behind that of ``layers_before``; or several ranks gather what each has stepped on its device."""
+    """One module's own parameters, outside all layers, which stand behind ``layers_before`` of them. After each step the
+    device's copy comes from the unit's weights on the host. Or several ranks gather it from what each has stepped on its
+    device."""
 
     def __init__(self, name: str, unit: HostUnit, layers_before: int, *, streams: Streams, meter: Meter) -> None:
         self.name, self.unit, self.layers_before = name, unit, layers_before
@@ -33,13 +35,17 @@ class ResidentGroup:
         self._device_weights: dict[int, torch.Tensor] = {}
         self._buffer: torch.Tensor | None = None
         """Of a group that several ranks share, and that lives on the host: the device's copy of its weights, flat."""
+        self._is_stale = self._is_ungathered = False
+        """Whether this rank's copy is older than the step, and whether all ranks still have to gather it: one that has copied
+        it from the host, alone, gathers with the others all the same."""
+        self._readers_finished: Any = None
+        """Recorded when the step was taken, before anything reads the weights after it."""
         self.show_device_weights()
 
     def show_device_weights(self) -> None:
         """The parameters' data and gradients are on the device, where they compute; called when the unit has moved, too."""
         on_device, device = self.unit.is_on_device, self._streams.device
-        self._buffer = None
-        self._is_stale = self._is_ungathered = False
+        self._buffer, self._is_stale, self._is_ungathered = None, False, False
         # Clones also where the device is the CPU: the device's copies and the host's must not be one there either.
         if on_device:
             weights = [state.weight for state in self.unit.states]
@@ -65,7 +71,8 @@ class ResidentGroup:
         start = time.perf_counter()
         self._meter.wait_for_step(self.name, self.gate)
         if self._is_stale:
-            self.push_weights(self.announce_push())
+            with unwatched():
+                self.push_weights(self.announce_push())
         if self._params_copied_event.query():
             return
         late_ms = 1e3 * (time.perf_counter() - start)
@@ -86,6 +93,7 @@ class ResidentGroup:
     def note_ungathered(self) -> None:
         """Called instead when a step is taken on the devices of several ranks, of which each has a part of the new weights."""
         self._is_stale = self._is_ungathered = True
+        self._readers_finished = self._readers_finished_event()
 
     def gather(self, gather: Gather) -> None:
         """All ranks gather the weights of a step that :meth:`note_ungathered` told of, together, whether or not this rank has
@@ -93,9 +101,10 @@ class ResidentGroup:
         if not self._is_ungathered or self._buffer is None:
             return
         self._meter.wait_for_step(self.name, self.gate)
-        h2d_stream, readers_finished_event = self._streams.h2d_stream, self._readers_finished_event()
+        h2d_stream = self._streams.h2d_stream
+        readers_finished_event = self._readers_finished if self._is_stale else self._readers_finished_event()
         with torch.no_grad(), self._streams.on(h2d_stream), named_range(f"megatrain::gather_weights ({self.name})"):
-            # WAR: kernels issued before read the old weights.
+            # WAR: kernels issued before the step read the old weights, and later ones this rank's own copy.
             h2d_stream.wait_event(readers_finished_event)
             copied = gather.fetch(self.unit, self._buffer, self._bytes_of, self.name, self._meter, h2d_stream)
             self._params_copied_event.record(h2d_stream)

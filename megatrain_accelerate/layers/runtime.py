@@ -157,8 +157,6 @@ class StreamingRuntime:
             self.passes.order,
         )
         self.states_on_device = StatesOnDevice(streams, worker, kernels, shared)
-        self.steps_groups_on_device = False
-        """Whether groups live on the host and are stepped on the devices: of small ones some ranks have no share."""
         if streams.is_cuda:  # else each of its launches would go by the first GPU, with a context there
             worker.submit("the device", functools.partial(torch.cuda.set_device, streams.h2d_stream.device_index))
         _running.add(self)
@@ -374,6 +372,13 @@ class StreamingRuntime:
                 self.watch.release(state.parameter for state in group.unit.states)
 
     @property
+    def gathers_groups(self) -> bool:
+        """Whether ranks gather groups that they step on their devices, by what they have planned together: one of them may
+        have moved its units for an evaluation, or have no share of a small group."""
+        planned = self.calls.policy
+        return self.prefetcher.gathers and bool(planned.states_on_device) and not planned.groups_on_device
+
+    @property
     def states_may_move(self) -> bool:
         """Whether every optimizer can step on the device: there is a kernel there for its moments."""
         return not any(stepper.works_on_host for stepper in self.steppers) and self.config.moments_dtype != "int8"
@@ -392,7 +397,6 @@ class StreamingRuntime:
         targets: list[tuple[Part, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
         targets += [(group, groups_on_device) for group in self.groups]
         stepped: list[Part] = [layer for layer in self.layers if layer.index in states_on_device]
-        self.steps_groups_on_device = bool(stepped) and not groups_on_device
         stepped += self.groups if stepped else []
         whole = {id(part) for part, comes in targets if comes}
         shares = [part.unit for part in stepped if id(part) not in whole and part.unit.share.begin < part.unit.share.end]

@@ -243,7 +243,7 @@ class FusedStep(HostStep):
         meter, on_device, states = self.runtime.meter, self.runtime.states_on_device, unit.device_states
         if states is not None:
             states.refuse_written(unit.name, [view for state, _ in steps for view in views_of(state).values()])
-        is_gathered = self.runtime.steps_groups_on_device and self.runtime.prefetcher.gathers
+        is_gathered = group is not None and self.runtime.gathers_groups
         readers_finished_event = group.announce_push() if group is not None and not is_gathered else None
         # In backward gradients may still be added up by the worker; step() checks those.
         written = [] if before is not None else [state for state, _ in steps]

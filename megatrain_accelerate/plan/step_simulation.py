@@ -371,10 +371,12 @@ class _Pipeline:
         comes, model = bool(self.placement.states_on_device), self.model
         stepped = [(unit, self._step_unit(unit, now, comes)) for unit in units]
         if comes and model.gathers_states:
-            for unit, _ in stepped:
-                self.compute.work(model.gathered_bytes(unit) / self.machine.h2d_bytes)
+            for unit in units:
+                if unit.gradient_bytes:
+                    self.compute.work(model.gathered_bytes(unit) / self.machine.h2d_bytes)
             return max((at for _, at in stepped), default=now)
-        return max((self.h2d.copy_between(unit.weight_bytes, at) for unit, at in stepped), default=now)
+        push = self.h2d.copy_of_step if comes else self.h2d.copy_between
+        return max((push(unit.weight_bytes, at) for unit, at in stepped), default=now)
 
 
 class _ActivationCopies:

@@ -107,12 +107,15 @@ class DeviceMemory:
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype, device=self._block.device)
-        part = self._block[offset_bytes : offset_bytes + count * dtype.itemsize].view(dtype).view(shape)
-        # A view would share the block's storage; what comes back through DLPack has one that begins at its own address.
-        return torch.from_dlpack(part)
+        return with_own_storage(self._block[offset_bytes : offset_bytes + count * dtype.itemsize].view(dtype).view(shape))
 
     def close(self) -> None:
         """Nothing to unregister."""
+
+
+def with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor whose storage begins at its own address: serialisers take a shared one for tied weights."""
+    return torch.from_dlpack(view.detach()) if view.numel() else view
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor, kernels: HostKernels) -> None:

@@ -14,7 +14,7 @@ from megatrain_accelerate.kernels.device import StepKernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.kernels.moments import Moments, moment_bytes, moments_within
 from megatrain_accelerate.store.device_states import DeviceStates
-from megatrain_accelerate.store.host_memory import DeviceMemory, HostMemory, copy_bytes
+from megatrain_accelerate.store.host_memory import DeviceMemory, HostMemory, copy_bytes, with_own_storage
 from megatrain_accelerate.store.layout import ExpertRange, FlatEntry, FlatLayout, part_bytes
 from megatrain_accelerate.store.parameter import ParameterState, ParamHandle
 from megatrain_accelerate.store.segments import FlatStates
@@ -178,7 +178,7 @@ class HostUnit:
         ranks = self.shared.ranks.size
         buffer = torch.empty(ranks * part_bytes(self.layout.weight_bytes, ranks), dtype=torch.uint8, device=device)
         copy_bytes(buffer[: self.layout.weight_bytes], self.weights, self._host_kernels)
-        return buffer, [view.data for view in self.layout.views(buffer)]
+        return buffer, [with_own_storage(view) for view in self.layout.views(buffer)]
 
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
         """Sets a parameter's master, and so its weight, from any floating ``value`` of its shape; else a ``StateError``. An

@@ -76,6 +76,15 @@ def one_rank_brings_states(run: Training, rank: int, step: int, ids: torch.Tenso
     train(run, ids, run.engine.bring_states if rank == step % 2 else lambda: None)
 
 
+def one_rank_moves_its_units_before_a_step(run: Training, rank: int, step: int, ids: torch.Tensor) -> None:
+    """As an evaluation does that needs their room."""
+    run.model(input_ids=ids, labels=ids).loss.backward()
+    if rank == 1 and step == 1:
+        run.engine.runtime.place((), groups_on_device=False)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
 def one_rank_evaluates(run: Training, rank: int, step: int, ids: torch.Tensor) -> None:
     if step in (1, 3) and rank == 0:
         evaluate(run, ids)
@@ -215,6 +224,7 @@ CASES: dict[str, tuple[Callable[[Training, int, int, torch.Tensor], None], dict[
     "late steps, two layers on the device": (late_steps, {"device_layers": 2}),
     "states on the devices": (plain, {"device_states": -1}),
     "states on the devices, one rank evaluates": (one_rank_evaluates, {"device_states": -1}),
+    "states on the devices, of which one rank moves its own": (one_rank_moves_its_units_before_a_step, {"device_states": -1}),
     "states on the devices, which one rank brings": (one_rank_brings_states, {"device_states": -1}),
     "states on some devices, late steps": (late_steps, {"device_states": 3, "slots": 3}),
     "states on the devices, accumulation": (accumulation, {"device_states": -1}),
@@ -231,6 +241,8 @@ def trained(case: str, rank: int, ranks: int, gathers: bool) -> tuple[dict[str, 
         does(run, rank, step, ids)
     run.engine.drain()
     weights = {name: weight.clone() for name, weight in run.model.state_dict().items()}
+    outside = [weight for name, weight in run.model.state_dict().items() if "layers" not in name]
+    assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in outside), "else they look like tied ones"
     copied = run.engine.runtime.meter.counters.h2d_bytes
     run.engine.close()
     return weights, copied
