@@ -51,11 +51,6 @@ logger = logging.getLogger(__name__)
 
 _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
-EXPERTS_IN_PARTS = (
-    "the model has experts that are fetched in parts, which several processes can't do yet; set num_processes: 1, or take a "
-    "GPU whose slots have room for a whole layer"
-)
-
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 _attached: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 
@@ -120,10 +115,10 @@ class Engine:
         self.prepare_anew: Callable[[nn.Module], None] | None = None
         """Gives the model an engine that trains what it trains by now; set by who prepared it."""
         self._dtypes = compute_dtypes(model, bf16)
-        discovery = split_experts(discover_layers(model, config.layer_classes), config, self._dtypes, device, training)
+        ranks = ranks_of_run()
+        discovery = split_experts(discover_layers(model, config.layer_classes), config, self._dtypes, device, training, ranks)
         self._holds_masters = training or any(p.requires_grad and p.dtype != self._dtypes[id(p)] for p in model.parameters())
         counts_sums = training and accumulates and config.accumulation_dtype == "fp32"
-        ranks = ranks_of_run()
         self._rank_count = 1 if ranks is None else ranks.size
         store_bytes = self._require_memory(discovery, training, counts_sums)
         streams = Streams(device)
@@ -131,8 +126,6 @@ class Engine:
         self.kernels = HostKernels(config.host_threads)
         self._shared_store: SharedStore | None = None
         if ranks is not None:
-            if discovery.experts:
-                raise UnsupportedError(EXPERTS_IN_PARTS)
             self._shared_store = SharedStore(ranks, len(discovery.parameter_groups()))
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []

@@ -78,6 +78,38 @@ def train_streamed(
     return PlainRun(losses, norms, masters, weights)
 
 
+def train_on_means(
+    model: nn.Module, batches: list[torch.Tensor], ranks: int, device: str = "cpu", **settings: object
+) -> PlainRun:
+    """What so many ranks train together, by one process: each step is on the mean of the gradients of ``ranks`` batches, which
+    are added in fp32, in their order."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    engine = attach(model, device=device, **settings)
+    adopt_optimizer(optimizer, engine.runtime, "deferred")
+    losses = []
+    for first in range(0, len(batches), ranks):
+        sums: dict[str, torch.Tensor] = {}
+        for ids in (batch.to(device) for batch in batches[first : first + ranks]):
+            optimizer.zero_grad()
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.item())
+            engine.drain()
+            for name, parameter in model.named_parameters():
+                found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                sums[name] = sums[name] + found if name in sums else found.float()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                parameter.grad.copy_(sums[name] * (1 / ranks))
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.bring_states()
+    masters = masters_of(engine, model)
+    weights = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
+    engine.close()
+    return PlainRun(losses, [], masters, weights)
+
+
 def masters_of(engine: Engine, model: nn.Module) -> dict[str, torch.Tensor]:
     """fp32 masters by name, joined from the store."""
     owners = {id(state.parameter): (unit, state) for unit in engine.runtime.units for state in unit.states}

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.engine import EXPERTS_IN_PARTS, Engine
+from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.estimate.machine_description import MachineDescription
 from megatrain_accelerate.gradients.exchange import Exchange
@@ -122,8 +122,6 @@ class MetaEngine(Engine):
             self.kernels.close()
 
     def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
-        if self.ranks > 1 and discovery.experts:
-            raise UnsupportedError(EXPERTS_IN_PARTS)
         self.parameter_count = 0  # of the progress bar, which isn't drawn
         self._streamed_units = len(discovery.layers) + len(discovery.experts)
         return 0

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
 from megatrain_accelerate.kernels.device import mean_of_rows
-from megatrain_accelerate.store.layout import FlatLayout
+from megatrain_accelerate.store.layout import FlatLayout, GradientRun
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.shared_store import SharedStore
 from megatrain_accelerate.transfer.gather import all_gather
@@ -23,6 +23,8 @@ from megatrain_accelerate.units import MIB
 
 _BUCKET_BYTES = 64 * MIB
 """At most so much of gradients that stay on the device is exchanged at a time."""
+_RUN_MULTIPLE = 512
+"""Bytes of which runs are multiples that are exchanged in pieces, so that each begins where kernels are fast."""
 
 
 class Exchange:
@@ -117,24 +119,24 @@ class Exchange:
                         "gradients, or set num_processes: 1"
                     )
 
-    def mean_of_share(self, buffer: torch.Tensor, layout: FlatLayout, name: str) -> None:
-        """Of a unit's flat gradients (uint8) this rank's share becomes the mean of all ranks'; the rest stays as it was.
-        Issued on the current stream, which must be the d2h stream, since all calls share one buffer to receive in."""
+    def mean_of_share(self, buffer: torch.Tensor, layout: FlatLayout, runs: Iterable[GradientRun], name: str) -> None:
+        """Of the gradients (uint8) of a unit of this layout, or of the ``runs`` of them that a slot's ``buffer`` holds, this
+        rank's share becomes the mean of all ranks'; the rest stays as it was. Issued on the current stream, which must be the
+        d2h stream, since all calls share one buffer to receive in."""
         self._order.enter(name)
         ranks = self._ranks
         shares = [layout.share_of(rank, ranks.size) for rank in range(ranks.size)]
-        own = shares[ranks.rank]
-        size = own.end_byte - own.begin_byte
-        received = self._received[: ranks.size * size]
-        sizes = [share.end_byte - share.begin_byte for share in shares]
-        dist.all_to_all_single(received, buffer[: layout.gradient_bytes], [size] * ranks.size, sizes)
-        parts = received.view(ranks.size, size)
-        # Gradients in bf16 come first, as in the layout; those in fp32 follow.
-        in_bf16 = 2 * own.split(layout)
-        target = buffer[own.bytes]
-        for place, dtype in ((slice(0, in_bf16), torch.bfloat16), (slice(in_bf16, size), torch.float32)):
-            if place.start < place.stop:
-                mean_of_rows(parts[:, place].view(dtype), target[place].view(dtype))
+        # A run of some experts may be one rank's altogether, which gets as many bytes from each of the others.
+        most_bytes = self._received.numel() // ranks.size // _RUN_MULTIPLE * _RUN_MULTIPLE
+        for whole in runs:
+            fits = max(whole.of(share).size_bytes for share in shares) <= most_bytes
+            for run in (whole,) if fits else whole.split(most_bytes):
+                sizes = [run.of(share).size_bytes for share in shares]
+                own, size = run.of(shares[ranks.rank]), sizes[ranks.rank]
+                received = self._received[: ranks.size * size]
+                dist.all_to_all_single(received, buffer[run.in_slot], [size] * ranks.size, sizes)
+                if size:
+                    mean_of_rows(received.view(run.dtype).view(ranks.size, -1), buffer[own.in_slot].view(run.dtype))
 
     def make_means(self, gradients: Sequence[torch.Tensor], name: str) -> None:
         """Each of these contiguous gradients becomes the mean of all ranks', in place, on each rank. It runs beside what the

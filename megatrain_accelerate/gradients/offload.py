@@ -254,8 +254,8 @@ class GradientOffloader:
 class UnitGradients:
     """The gradients of one backward of a layer, or of its experts part by part, to the host. A parameter of experts has one
     gradient, of which each part brings a range. Whether they are added to earlier ones is decided before the first part, and
-    ``parameter.grad`` shows them behind the last. A part's ranges lie apart on the host: they are one copy a parameter; what
-    is added to earlier gradients goes to a buffer in one. ``rows`` are those of the layer's trainable parameters that get one.
+    ``parameter.grad`` shows them behind the last. A part's ranges lie apart on the host: they are one copy a parameter.
+    ``rows`` are those of the layer's trainable parameters that get one.
     ``is_last``: no backward of an earlier piece of the same call follows."""
 
     def __init__(self, offloader: GradientOffloader, layer: Streamed, rows: list[int], parts: int, is_last: bool) -> None:
@@ -274,7 +274,7 @@ class UnitGradients:
         or for a part without tokens: plain PyTorch's has zeros there."""
         offloader, layout = self._offloader, part.unit.layout
         self._left -= 1
-        if gradients is None and not self._is_fresh:
+        if gradients is None and not self._is_fresh and offloader.exchange is None:
             self._show(self._add_on_host(part, None))  # zeros needn't travel
             return
         # WAR: a step that is still to be applied reads the gradients of the pass before.
@@ -291,26 +291,30 @@ class UnitGradients:
                 places = [place for place, gradient in zip(places, arrived, strict=True) if gradient is not None]
             if found := [gradient for gradient in arrived if gradient is not None]:
                 torch._foreach_copy_(places, found)
-            if self._is_fresh and offloader.exchange is None:
-                norms = slot.norms[: len(views)]
-                torch.stack(gradient_norms(views), out=norms)
-                if self._norms is not None:
-                    torch.hypot(self._norms, norms, out=norms)
-                if self._left:
-                    self._norms = norms.clone()
+            if offloader.exchange is None:
+                self._take_norms(slot, views)
             slot.grads_ready_event.record(offloader.streams.compute_stream)
         if (exchange := offloader.exchange) is not None:
             # This rank's share becomes the mean of all ranks'; of that the norms are taken.
-            d2h_stream, unit = offloader.streams.d2h_stream, self._layer.unit
+            d2h_stream, whole = offloader.streams.d2h_stream, self._layer.unit.layout
             with offloader.streams.on(d2h_stream), named_range(f"megatrain::exchange_gradients ({part.name})"):
                 # RAW: the other ranks must see finished gradients.
                 d2h_stream.wait_event(slot.grads_ready_event)
-                exchange.mean_of_share(slot.buffer, unit.layout, part.name)
-                if self._is_fresh:
-                    entries = zip(unit.layout.trainable_entries, slot.views(unit.layout), strict=True)
-                    norms = torch.stack(gradient_norms([unit.of(entry, view) for entry, view in entries]))
-                    slot.norms[: len(norms)].copy_(norms)
+                exchange.mean_of_share(slot.buffer, whole, part.unit.gradient_runs, part.name)
+                entries = zip(whole.trainable_entries, views, strict=True)
+                self._take_norms(slot, [part.unit.in_slot(entry, view) for entry, view in entries])
         self._show(self._copy_to_place(part, slot) if self._is_fresh else self._add_on_host(part, slot))
+
+    def _take_norms(self, slot: GradientSlot, gradients: Sequence[torch.Tensor]) -> None:
+        """The norms of fresh ones, which the slot holds, with those of the parts before."""
+        if not self._is_fresh:
+            return
+        norms = slot.norms[: len(gradients)]
+        torch.stack(gradient_norms(gradients), out=norms)
+        if self._norms is not None:
+            torch.hypot(self._norms, norms, out=norms)
+        if self._left:
+            self._norms = norms.clone()
 
     def _show(self, wait: Callable[[], None]) -> None:
         """Behind the last part ``parameter.grad`` is the host's view; steps in backward may begin. ``wait`` blocks until all
@@ -350,7 +354,8 @@ class UnitGradients:
                 ticket.wait()  # WAW: an addition to dropped ones may still be queued
             assert unit.gradients is not None
             self._target = unit.gradients
-        pieces = part.unit.pieces(slot.bytes_of, self._target)
+        own = [(run.in_unit, run.in_slot) for run in part.unit.own_gradients]
+        pieces = [(self._target[there], slot.bytes_of(here.start, here.stop)) for there, here in own]
         norms = offloader.norms.of_unit(unit)
         of_norms = [] if self._left else [(norms, slot.norms[: norms.numel()])]
         slot.grads_copied_event = offloader.send(part.name, slot.grads_ready_event, pieces, of_norms)
@@ -358,7 +363,7 @@ class UnitGradients:
 
     def _add_on_host(self, part: Fetched, slot: GradientSlot | None) -> Callable[[], None]:
         """Adds what the slot holds, or zeros without one; returns what blocks until that is done."""
-        offloader, unit, size = self._offloader, self._layer.unit, part.unit.layout.gradient_bytes
+        offloader, unit = self._offloader, self._layer.unit
         buffers = offloader.prepare_accumulation()  # makes the memory of the sums
         # RAW, WAW: what was sent in an earlier backward may still be on its way to where zeros are added.
         reader, copied_event = UpdateGate(), offloader.last_copied_event
@@ -366,11 +371,11 @@ class UnitGradients:
         if slot is not None:
             assert buffers is not None
             staging = buffers.take(reader)
-            place = slice(0, size) if unit.shared is None else unit.share.bytes
-            copies = [(staging[place], slot.bytes_of(place.start, place.stop))]
+            places = [run.in_slot for run in part.unit.own_gradients]
+            copies = [(staging[place], slot.bytes_of(place.start, place.stop)) for place in places]
             slot.grads_copied_event = copied_event = offloader.send(part.name, slot.grads_ready_event, copies, ())
             received = zip(unit.layout.trainable_entries, part.unit.layout.views(staging, trainable_only=True), strict=True)
-            views = [unit.of(entry, view) for entry, view in received]
+            views = [part.unit.in_slot(entry, view) for entry, view in received]
         if not self._additions:
             self._additions = [Addition(s, s.parameter.grad, offloader.sums.running(s)) for s in self.states]
         for addition in () if self._left else self._additions:

@@ -15,6 +15,7 @@ from torch import nn
 from megatrain_accelerate.config import MegatrainConfig, nearest
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.gradients.offload import GRADIENT_SLOTS
+from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.plan.machine import USABLE_SHARE_OF_DEVICE
 from megatrain_accelerate.store.layout import FlatLayout, expert_ranges
 from megatrain_accelerate.units import MIB
@@ -284,7 +285,12 @@ def wants_whole_layers(config: MegatrainConfig) -> bool:
 
 
 def split_experts(
-    discovery: Discovery, config: MegatrainConfig, dtypes: Mapping[int, torch.dtype], device: torch.device, training: bool
+    discovery: Discovery,
+    config: MegatrainConfig,
+    dtypes: Mapping[int, torch.dtype],
+    device: torch.device,
+    training: bool,
+    ranks: Ranks | None = None,
 ) -> Discovery:
     """The discovery with the experts that are to stream in parts; ``dtypes`` are those in which parameters compute, by ``id``.
     An UnsupportedError if parts are asked for, and the model has no experts that can be cut, or others that can't; a
@@ -297,6 +303,8 @@ def split_experts(
         budget_bytes = config.gpu_memory_bytes or 0
         if config.gpu_memory_bytes is None and device.type == "cuda":
             budget_bytes = int(USABLE_SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[0])
+        if ranks is not None:  # which cut alike
+            budget_bytes = min(ranks.gather(budget_bytes))
         in_pieces = config.passes_gradients and config.micro_batch_size is not None
         if not budget_bytes or not found or wants_whole_layers(config) or in_pieces:
             return discovery

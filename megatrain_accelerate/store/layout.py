@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -87,6 +87,11 @@ class FlatLayout:
         """Those that have gradients."""
         self.key = _keys.setdefault(tuple((entry.spec, entry.weight_offset) for entry in self.entries), len(_keys))
         """Equal for units of equal layout, whose views of a slot can be shared."""
+        in_bf16 = 2 * self.split_elements
+        runs = [GradientRun(torch.bfloat16, 0, 0, in_bf16)]
+        runs.append(GradientRun(torch.float32, in_bf16, in_bf16, self.gradient_bytes - in_bf16))
+        self.gradient_runs = [run for run in runs if run.size_bytes]
+        """Its gradients in a slot of their own."""
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, nn.Parameter]], dtypes: Mapping[int, torch.dtype]) -> FlatLayout:
@@ -154,10 +159,43 @@ class Share:
 
     def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
         """Its part, of one dimension and maybe empty, of a parameter's contiguous tensor, a gradient or a residual."""
+        return tensor.reshape(-1)[self.among(entry, 0, entry.spec.numel)]
+
+    def among(self, entry: FlatEntry, begin: int, end: int) -> slice:
+        """Which of a parameter's elements from ``begin`` to ``end - 1`` are the share's; counted from its first."""
         first = entry.state_offset
         assert first is not None, "a frozen parameter has no states"
-        begin, end = (min(max(place - first, 0), entry.spec.numel) for place in (self.begin, self.end))
-        return tensor.reshape(-1)[begin:end]
+        return slice(*(min(max(place - first, begin), end) for place in (self.begin, self.end)))
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientRun:
+    """Gradients of one dtype, one behind the other: ``size_bytes`` of them from ``slot_begin`` on in a gradient slot, and from
+    ``unit_begin`` on in the gradients of the whole unit."""
+
+    dtype: torch.dtype
+    slot_begin: int
+    unit_begin: int
+    size_bytes: int
+
+    def of(self, share: Share) -> GradientRun:
+        """Those of a rank's share of the unit; maybe none."""
+        begin, end = (min(max(at - self.unit_begin, 0), self.size_bytes) for at in (share.begin_byte, share.end_byte))
+        return GradientRun(self.dtype, self.slot_begin + begin, self.unit_begin + begin, end - begin)
+
+    @property
+    def in_slot(self) -> slice:
+        return slice(self.slot_begin, self.slot_begin + self.size_bytes)
+
+    @property
+    def in_unit(self) -> slice:
+        return slice(self.unit_begin, self.unit_begin + self.size_bytes)
+
+    def split(self, most_bytes: int) -> Iterator[GradientRun]:
+        """Runs of at most so many bytes, which are a multiple of the elements'."""
+        for begin in range(0, self.size_bytes, most_bytes):
+            size_bytes = min(most_bytes, self.size_bytes - begin)
+            yield GradientRun(self.dtype, self.slot_begin + begin, self.unit_begin + begin, size_bytes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,8 @@ A bf16 weight's fp32 master is split: the bf16 half that streams to the GPU and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.kernels.moments import Moments, moment_bytes, moments_within
 from megatrain_accelerate.store.device_states import DeviceStates
 from megatrain_accelerate.store.host_memory import DeviceMemory, HostMemory, copy_bytes, with_own_storage
-from megatrain_accelerate.store.layout import ExpertRange, FlatEntry, FlatLayout, part_bytes
+from megatrain_accelerate.store.layout import ExpertRange, FlatEntry, FlatLayout, GradientRun, Share, part_bytes
 from megatrain_accelerate.store.parameter import ParameterState, ParamHandle
 from megatrain_accelerate.store.segments import FlatStates
 from megatrain_accelerate.store.shared_store import SharedStore, SharedUnit
@@ -265,13 +266,19 @@ class HostUnit:
     def is_on_device(self) -> bool:
         return self.device is not None
 
-    def pieces(self, of_slot: BytesOf, gradients: torch.Tensor | None = None) -> list[tuple[torch.Tensor, ...]]:
-        """What one copy moves, all uint8: the flat weights, or what of these ``gradients`` is the unit's, and its place in a
-        slot."""
-        if gradients is None:
-            return [(self.weights, of_slot(0, self.layout.weight_bytes))]
-        place = self.share.bytes
-        return [(gradients[place], of_slot(place.start, place.stop))]
+    def pieces(self, of_slot: BytesOf) -> list[tuple[torch.Tensor, ...]]:
+        """What copies to a slot move: the flat weights, uint8, and their place there."""
+        return [(self.weights, of_slot(0, self.layout.weight_bytes))]
+
+    @property
+    def gradient_runs(self) -> list[GradientRun]:
+        """Its gradients in a slot, by dtype."""
+        return self.layout.gradient_runs
+
+    @functools.cached_property
+    def own_gradients(self) -> list[GradientRun]:
+        """What copies from a gradient slot move: of its gradients those that this process steps."""
+        return _own(self.gradient_runs, self.share)
 
     def pieces_of_part(self, part: slice, of_slot: BytesOf) -> tuple[list[tuple[torch.Tensor, ...]], int]:
         """As :meth:`pieces` of a part of the weights in bytes, and how many of these come from the host: those that don't lie
@@ -288,6 +295,9 @@ class HostUnit:
     def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a parameter's tensor, or of a gradient's, that this process steps: all of it unless it is shared."""
         return tensor if self.shared is None else self.share.of(entry, tensor)
+
+    in_slot = of
+    """The same of a gradient in a slot."""
 
     def move(self, device: torch.device | None, kernels: StepKernels) -> None:
         """What the unit has, its parameters' data and gradients among it, lives on ``device`` from now on, where gradients are
@@ -376,20 +386,42 @@ class UnitRange:
     def register_weights(self) -> None:
         self.whole.register_weights()
 
-    def pieces(self, of_slot: BytesOf, gradients: torch.Tensor | None = None) -> list[tuple[torch.Tensor, ...]]:
-        """As those of the whole unit, whose ``gradients`` are: one for each parameter, or each that is trained."""
-        of_unit = self.whole.weights if gradients is None else gradients
-        found: list[tuple[torch.Tensor, ...]] = []
+    def pieces(self, of_slot: BytesOf) -> list[tuple[torch.Tensor, ...]]:
+        """As those of the whole unit, one for each parameter."""
+        return [(self.whole.weights[run.in_unit], of_slot(run.in_slot.start, run.in_slot.stop)) for run in self._runs()]
+
+    @functools.cached_property
+    def gradient_runs(self) -> list[GradientRun]:
+        """Its gradients in a slot: a run for each parameter that is trained."""
+        return [run for run, entry in zip(self._runs(), self.whole.layout.entries, strict=True) if entry.spec.trainable]
+
+    @functools.cached_property
+    def own_gradients(self) -> list[GradientRun]:
+        """As those of the whole unit."""
+        return _own(self.gradient_runs, self.whole.share)
+
+    def _runs(self) -> Iterator[GradientRun]:
         for entry, own in zip(self.whole.layout.entries, self.layout.entries, strict=True):
-            if entry.spec.trainable or gradients is None:
-                begin, end = (entry.spec.dtype.itemsize * place for place in self.experts.elements(entry))
-                here = of_slot(own.weight_offset, own.weight_offset + end - begin)
-                found.append((of_unit[entry.weight_offset + begin : entry.weight_offset + end], here))
-        return found
+            begin, end = (entry.spec.dtype.itemsize * place for place in self.experts.elements(entry))
+            yield GradientRun(entry.spec.dtype, own.weight_offset, entry.weight_offset + begin, end - begin)
 
     def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
-        """The range's part of a parameter's tensor, or of a gradient's."""
-        return self.experts.of(tensor)
+        """The range's part of a parameter's tensor, or of a gradient's, as far as this process steps it."""
+        if self.whole.shared is None:
+            return self.experts.of(tensor)
+        return tensor.reshape(-1)[self.whole.share.among(entry, *self.experts.elements(entry))]
+
+    def in_slot(self, entry: FlatEntry, gradient: torch.Tensor) -> torch.Tensor:
+        """The same of the range's own gradient in a slot; ``entry`` is the whole parameter's."""
+        if self.whole.shared is None:
+            return gradient
+        first, last = self.experts.elements(entry)
+        own = self.whole.share.among(entry, first, last)
+        return gradient.reshape(-1)[own.start - first : own.stop - first]
+
+
+def _own(runs: Iterable[GradientRun], share: Share) -> list[GradientRun]:
+    return [run for whole in runs if (run := whole.of(share)).size_bytes]
 
 
 def sizes_by_kind(layout: FlatLayout, moments_dtype: torch.dtype) -> dict[str, int]:

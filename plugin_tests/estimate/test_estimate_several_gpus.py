@@ -13,10 +13,10 @@ from meta_models import meta_experts, meta_model
 from transformers import Qwen2Config
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import ConfigError, UnsupportedError
+from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.estimate import command, ladder, machine_description, report
 from megatrain_accelerate.estimate.findings import Estimate
-from megatrain_accelerate.estimate.forecast import Forecaster
+from megatrain_accelerate.estimate.forecast import Forecast, Forecaster
 from megatrain_accelerate.estimate.machine_description import (
     DESKTOP_DRAM,
     H2D_SHARE,
@@ -177,9 +177,15 @@ def test_steps_in_backward_are_refused_as_the_training_refuses_them(setting: str
         estimated(2, 1, "--set", setting)
 
 
-def test_experts_in_parts_are_refused_as_the_training_refuses_them() -> None:
-    with pytest.raises(UnsupportedError, match="experts that are fetched in parts, which several processes can't do"):
-        Forecaster(meta_experts(False), MegatrainConfig(expert_parts=2), machine_with(MACHINE, gpus=2))
+def test_gpus_fetch_experts_in_parts_each_for_itself_and_send_the_gradients_of_their_shares() -> None:
+    def forecast(gpus: int) -> Forecast:
+        settings = MegatrainConfig.from_mapping({"expert_parts": 2, "placement": {"device_layers": 0, "device_states": 0}})
+        return Forecaster(meta_experts(False), settings, machine_with(MACHINE, gpus=gpus, exchange_bytes=2e11)).forecast(2, 64)
+
+    alone, together = (forecast(gpus).candidate.time for gpus in (1, 2))
+    assert together.h2d == pytest.approx(alone.h2d, rel=0.1)  # but for what else streams
+    exchanged = together.d2h - alone.d2h / 2  # on the same stream
+    assert 0 < exchanged < alone.d2h / 2
 
 
 def test_gpus_that_share_memory_with_a_host_are_alone_with_it() -> None:

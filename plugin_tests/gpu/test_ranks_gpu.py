@@ -15,7 +15,8 @@ from typing import Any
 import plain_torch
 import pytest
 import torch
-from engine_runs import Training, attach, train_streamed
+from engine_runs import Training, attach, train_on_means, train_streamed
+from part_models import EXPERTS, tiny_experts
 from plain_torch import PlainRun, tiny_model, token_batches, train_bf16_with_masters
 from rank_runs import join_ranks, require_success, run_ranks
 from torch import nn
@@ -47,6 +48,11 @@ CASES: dict[str, dict[str, Any]] = {
     "clipped": {"max_norm": 0.5},
     "clipped, states on the devices": {"max_norm": 0.5, "device_states": -1},
     "clipped, all on the devices": {"max_norm": 0.5, **ALL_ON_DEVICE},
+}
+EXPERT_CASES: dict[str, dict[str, Any]] = {
+    "two parts": {"expert_parts": 2},
+    "a part an expert, three slots": {"expert_parts": EXPERTS, "slots": 3},
+    "two parts, a rank's copies late": {"expert_parts": 2},
 }
 DEVICES = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3")}
 SLEEP_CYCLES = 20_000_000
@@ -115,11 +121,12 @@ def main() -> None:
         (folder / f"{rank}.json").write_text(json.dumps(held_over_500_steps(f"cuda:{rank}", own[0])))
         return
     runs = {}
-    for name, how in CASES.items():
-        with pytest.MonkeyPatch.context() as patch:
-            if name.endswith("late") and rank == 1:
-                patch.setattr(Prefetcher, "fill", late_fill)
-            runs[name] = train_streamed(model(), own, device=f"cuda:{rank}", **{"max_norm": None, **how})
+    for make, cases in ((model, CASES), (tiny_experts, EXPERT_CASES)):
+        for name, how in cases.items():
+            with pytest.MonkeyPatch.context() as patch:
+                if name.endswith("late") and rank == 1:
+                    patch.setattr(Prefetcher, "fill", late_fill)
+                runs[name] = train_streamed(make(), own, device=f"cuda:{rank}", **{"max_norm": None, **how})
     torch.save(runs, folder / f"{rank}.pt")
 
 
@@ -155,6 +162,13 @@ def test_ranks_clip_by_one_norm_on_all_of_them(runs: list[dict[str, PlainRun]], 
     assert min(norms) > 0.5
     for run in runs:
         assert run[name].norms == norms
+        assert_equal(run[name], plain)
+
+
+@pytest.mark.parametrize("name", EXPERT_CASES)
+def test_ranks_train_experts_in_parts_on_the_mean_of_their_gradients(runs: list[dict[str, PlainRun]], name: str) -> None:
+    plain = train_on_means(tiny_experts(), batches(len(runs)), len(runs), device="cuda", **EXPERT_CASES[name])
+    for run in runs:
         assert_equal(run[name], plain)
 
 
