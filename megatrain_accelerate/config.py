@@ -271,11 +271,17 @@ class MegatrainConfig:
         return cls(**settings | {"placement": placement})
 
 
-def usable_cpu_count() -> int:
-    """CPUs that this process may use: affinity and the cgroup's quota, divided by the local processes."""
+CPU_QUOTA = "/sys/fs/cgroup/cpu.max"
+
+
+def usable_cpu_count(sharers: int | None = None) -> int:
+    """CPUs that this process may use: those of its affinity, divided by the processes that share them (``sharers``; all local
+    ones by default), and of the cgroup's quota what falls to each local process."""
+    local = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as file:
+    count //= sharers or local
+    with contextlib.suppress(OSError, ValueError), open(CPU_QUOTA) as file:
         quota, period = file.read().split()
         if quota != "max":
-            count = min(count, max(1, int(quota) // int(period)))
-    return max(1, count // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+            count = min(count, int(quota) // int(period) // local)
+    return max(1, count)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.config import MegatrainConfig, usable_cpu_count
 from megatrain_accelerate.errors import StateError, StepWorkerError, UnsupportedError
 from megatrain_accelerate.gradients.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.hooks import ModelHook, by_name, remove_hook, run_pre_hooks
-from megatrain_accelerate.kernels.host import HostKernels
+from megatrain_accelerate.kernels.host import HostKernels, default_thread_count
 from megatrain_accelerate.layers.attention_results import require_attention_to_keep
 from megatrain_accelerate.layers.caches import caching_modules, decide_against_a_cache
 from megatrain_accelerate.layers.expert_function import run_experts
@@ -123,7 +123,8 @@ class Engine:
         store_bytes = self._require_memory(discovery, training, counts_sums)
         streams = Streams(device)
         meter = Meter(streams)
-        self.kernels = HostKernels(config.host_threads)
+        own_threads = None if ranks is None else default_thread_count(usable_cpu_count(ranks.on_these_cpus))
+        self.kernels = HostKernels(config.host_threads or own_threads)
         self._shared_store: SharedStore | None = None
         if ranks is not None:
             self._shared_store = SharedStore(ranks, len(discovery.parameter_groups()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from fresh_process import clean_environment
 TIMEOUT_SECONDS = 480
 
 
-def join_ranks(backend: str = "gloo") -> int:
-    """Called by each process that :func:`run_ranks` started: returns its rank when all are there."""
+def join_ranks(backend: str = "gloo", timeout: datetime.timedelta | None = None) -> int:
+    """Called by each process that :func:`run_ranks` started: returns its rank when all are there. ``timeout``: of collectives,
+    as ``ddp_timeout`` sets it."""
     place = {name.lower(): int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")}
-    dist.init_process_group(backend, init_method=f"file://{os.environ['MEETING_FILE']}", **place)
+    dist.init_process_group(backend, init_method=f"file://{os.environ['MEETING_FILE']}", timeout=timeout, **place)
     return dist.get_rank()
 
 

@@ -6,8 +6,11 @@ Everything that must happen in the same order on all ranks goes through here or 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,7 @@ import torch.distributed as dist
 
 from megatrain_accelerate.errors import RankError, UnsupportedError
 
-MEETING_SECONDS = 1800.0
-"""How long a rank waits for another that is alive, which may be saving: the default of the Trainer's ``ddp_timeout``, whose
-value isn't looked at."""
+_DEFAULT_TIMEOUT = datetime.timedelta(seconds=1800)
 
 
 class Ranks:
@@ -26,34 +27,55 @@ class Ranks:
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=MEETING_SECONDS))
+        self.timeout = _timeout_of(dist.group.WORLD)
+        """How long a rank waits for another that is alive, which may be saving: the ``ddp_timeout`` of the Trainer."""
+        self.meetings, self.waits = 0, False
+        """How often this rank has begun to exchange something with all others, and whether it waits for them now."""
+        self.place = "the beginning"
+        """Where they met last."""
+        self._control = dist.new_group(backend="gloo", timeout=self.timeout)
         machines = len(set(self.gather(Path("/proc/sys/kernel/random/boot_id").read_text())))
         if machines > 1:
             raise UnsupportedError(
                 f"megatrain trains on the GPUs of one machine, and the {self.size} processes of this training are on "
                 f"{machines}; set num_machines: 1"
             )
+        cpus = self.gather(os.sched_getaffinity(0))
+        self.on_these_cpus = sum(not cpus[self.rank].isdisjoint(others) for others in cpus)
+        """Ranks that may run on a CPU of this one's: all, unless each is bound to those near its GPU."""
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The ``value`` of the rank ``source``, on all ranks. Anything that can be pickled."""
         box = [value]
-        dist.broadcast_object_list(box, src=source, group=self._control)
+        with self._meeting():
+            dist.broadcast_object_list(box, src=source, group=self._control)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
         """The ``value`` of each rank, in their order, on all of them. Anything that can be pickled."""
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._control)
+        with self._meeting():
+            dist.all_gather_object(found, value, group=self._control)
         return found
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' tensors, on the host, added in the order of ranks: the same bits on all of them."""
         found = [torch.empty_like(values) for _ in range(self.size)]
-        dist.all_gather(found, values, group=self._control)
+        with self._meeting():
+            dist.all_gather(found, values, group=self._control)
         return functools.reduce(torch.add, found)
+
+    @contextlib.contextmanager
+    def _meeting(self) -> Iterator[None]:
+        self.meetings, self.waits = self.meetings + 1, True
+        try:
+            yield
+        finally:
+            self.waits = False
 
     def meet(self, where: str) -> None:
         """Returns when all ranks are here. ``where`` names the caller's place: a ``RankError`` lists places that differ."""
+        self.place = where
         places = self.gather(where)
         if len(set(places)) > 1:
             raise RankError(
@@ -69,3 +91,12 @@ class Ranks:
         if dist.is_initialized():
             dist.destroy_process_group(None if dist.get_backend() == "gloo" else self._control)
         del self._control
+
+
+def _timeout_of(group: Any) -> datetime.timedelta:
+    """What the group was made with."""
+    for device in ("cuda", "cpu"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            timeout: datetime.timedelta = group._get_backend(torch.device(device)).options._timeout
+            return timeout
+    return _DEFAULT_TIMEOUT

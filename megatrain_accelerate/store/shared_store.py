@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
 import mmap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from megatrain_accelerate.errors import RankError, UnsupportedError
 from megatrain_accelerate.kernels.host import memory_fence
 from megatrain_accelerate.parallel.order_check import OrderCheck
-from megatrain_accelerate.parallel.ranks import MEETING_SECONDS, Ranks
+from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.parallel.shared_file import SharedFile
 from megatrain_accelerate.store.layout import FlatLayout
 
@@ -62,6 +63,7 @@ class SharedStore:
             lambda: [other for other, answered in enumerate(self._answered) if answered[rank] < asked],
             "haven't brought their states to the host",
             "let a process go on that is stopped (in a debugger, say), or end all and resume from the last checkpoint",
+            self.ranks.timeout,
         )
         memory_fence()  # what is read from now on isn't older
 
@@ -101,14 +103,15 @@ class SharedUnit:
     def next_step(self, name: str) -> StepOfAll:
         """The step of the unit that is about to be taken; called once for each, on every rank."""
         self._steps += 1
-        return StepOfAll(self._store.steps, self._index, self._steps, name)
+        return StepOfAll(self._store, self._index, self._steps, name)
 
 
 class StepOfAll:
-    """A step of a unit, of which every rank applies its share. ``rows``: :attr:`SharedStore.steps`."""
+    """A step of a unit, of which every rank applies its share."""
 
-    def __init__(self, rows: Sequence[Sequence[int]], unit: int, steps: int, name: str) -> None:
-        self._rows, self._unit, self._steps, self._name = rows, unit, steps, name
+    def __init__(self, store: SharedStore, unit: int, steps: int, name: str) -> None:
+        self._rows, self._timeout = store.steps, store.ranks.timeout
+        self._unit, self._steps, self._name = unit, steps, name
 
     @property
     def is_done(self) -> bool:
@@ -116,8 +119,9 @@ class StepOfAll:
         return not self._late()
 
     def wait(self) -> None:
-        """Blocks until all ranks have applied theirs. A ``RankError`` names those that didn't in :data:`MEETING_SECONDS`."""
-        wait_for(self._late, f"haven't applied step {self._steps} of {self._name}", "every process must take every step")
+        """Blocks until all ranks have applied theirs. A ``RankError`` names those that didn't within ``ddp_timeout``."""
+        what = f"haven't applied step {self._steps} of {self._name}"
+        wait_for(self._late, what, "every process must take every step", self._timeout)
 
     def _late(self) -> list[int]:
         late = [rank for rank, row in enumerate(self._rows) if row[self._unit] < self._steps]
@@ -125,12 +129,13 @@ class StepOfAll:
         return late
 
 
-def wait_for(late: Callable[[], list[int]], what: str, why: str) -> None:
+def wait_for(late: Callable[[], list[int]], what: str, why: str, timeout: datetime.timedelta) -> None:
     """Blocks until ``late`` names no rank; a ``RankError`` says of those that it names for too long ``what`` they didn't."""
-    end, polls = time.monotonic() + MEETING_SECONDS, 0
+    seconds, polls = timeout.total_seconds(), 0
+    end = time.monotonic() + seconds
     while late_ranks := late():
         polls += 1
         if polls > _POLLS_WITHOUT_SLEEP:
             time.sleep(_POLL_SECONDS)
             if time.monotonic() > end:
-                raise RankError(f"ranks {late_ranks} {what} after {MEETING_SECONDS:.0f} s; {why}")
+                raise RankError(f"ranks {late_ranks} {what} after {seconds:.0f} s; {why}")

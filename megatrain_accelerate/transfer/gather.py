@@ -27,14 +27,13 @@ Where scripts break the rules (a layer is repeated more often on one rank, say),
 
 from __future__ import annotations
 
-import datetime
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatrain_accelerate.parallel.order_check import OrderCheck
-from megatrain_accelerate.parallel.ranks import MEETING_SECONDS, Ranks
+from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.parallel.shared_file import SharedFile
 from megatrain_accelerate.store.layout import part_bytes, part_of
 from megatrain_accelerate.store.unit import BytesOf, HostUnit
@@ -51,7 +50,7 @@ class Gather:
     def __init__(self, file: SharedFile, ranks: Ranks) -> None:
         self._ranks = ranks
         # With a communicator of its own: in the exchange's, it would wait for gradients that are still computed.
-        self._group = dist.new_group(timeout=datetime.timedelta(seconds=MEETING_SECONDS))
+        self._group = dist.new_group(timeout=ranks.timeout)
         self._order = OrderCheck(file, ranks, "weights")
 
     def slot_bytes(self, size_bytes: int) -> int:
