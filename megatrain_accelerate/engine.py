@@ -127,6 +127,12 @@ class Engine:
         self.kernels = HostKernels(config.host_threads or own_threads)
         self._shared_store: SharedStore | None = None
         if ranks is not None:
+            if discovery.experts and config.micro_batch_size is not None:
+                raise UnsupportedError(
+                    f"megatrain_config.micro_batch_size is {config.micro_batch_size}, and gradients of experts in parts are "
+                    "exchanged for each piece of a batch, of which several processes may have unequal numbers; leave out "
+                    "micro_batch_size, or set expert_parts to 1"
+                )
             self._shared_store = SharedStore(ranks, len(discovery.parameter_groups()))
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []

@@ -23,8 +23,8 @@ from megatrain_accelerate.units import MIB
 
 _BUCKET_BYTES = 64 * MIB
 """At most so much of gradients that stay on the device is exchanged at a time."""
-_RUN_MULTIPLE = 512
-"""Bytes of which runs are multiples that are exchanged in pieces, so that each begins where kernels are fast."""
+_PIECE_MULTIPLE = 512
+"""A run that is too large for the buffer to receive in is exchanged in pieces of a multiple of so many bytes."""
 
 
 class Exchange:
@@ -37,15 +37,16 @@ class Exchange:
         none."""
         self.in_parts: set[int | None] = set()
         """Rows whose norm in the table is, or will be, that of what this rank steps alone."""
-        sizes = self.buffer_bytes(layouts, shared.ranks.size, shared.ranks.rank)
+        sizes = self.buffer_bytes(layouts, shared.ranks.size)
         self._sent, self._received = (torch.zeros(size, dtype=torch.uint8, device=streams.device) for size in sizes)
         self._made_event, self._means_event = streams.event(), streams.event()
 
     @staticmethod
-    def buffer_bytes(layouts: Iterable[FlatLayout], ranks: int, rank: int = 0) -> tuple[int, int]:
-        """Of the buffer to send from, for a bucket, and of that to receive in: a bucket, or a layer's share from each rank."""
+    def buffer_bytes(layouts: Iterable[FlatLayout], ranks: int) -> tuple[int, int]:
+        """Of the buffer to send from, for a bucket, and of that to receive in: a bucket, or the largest share of any of these
+        layouts from each rank. Equal on all ranks, which cut what is larger alike."""
         of_bucket = _BUCKET_BYTES + 4 * ranks  # the ranks' parts are equal, the last one padded
-        shares = [layout.share_of(rank, ranks) for layout in layouts]
+        shares = [layout.share_of(rank, ranks) for layout in layouts for rank in range(ranks)]
         return of_bucket, max([of_bucket, *(ranks * (share.end_byte - share.begin_byte) for share in shares)])
 
     @property
@@ -120,17 +121,17 @@ class Exchange:
                     )
 
     def mean_of_share(self, buffer: torch.Tensor, layout: FlatLayout, runs: Iterable[GradientRun], name: str) -> None:
-        """Of the gradients (uint8) of a unit of this layout, or of the ``runs`` of them that a slot's ``buffer`` holds, this
-        rank's share becomes the mean of all ranks'; the rest stays as it was. Issued on the current stream, which must be the
-        d2h stream, since all calls share one buffer to receive in."""
+        """``buffer`` (uint8) holds gradients of a unit of this layout: those that ``runs`` name. Of these this rank's share
+        becomes the mean of all ranks'; the rest of the buffer stays. Issued on the current stream, which must be the d2h
+        stream, since all calls share one buffer to receive in."""
         self._order.enter(name)
         ranks = self._ranks
         shares = [layout.share_of(rank, ranks.size) for rank in range(ranks.size)]
-        # A run of some experts may be one rank's altogether, which gets as many bytes from each of the others.
-        most_bytes = self._received.numel() // ranks.size // _RUN_MULTIPLE * _RUN_MULTIPLE
+        most_bytes = self._received.numel() // ranks.size
         for whole in runs:
+            # A run of some experts may be one rank's altogether, which gets as many bytes from each of the others.
             fits = max(whole.of(share).size_bytes for share in shares) <= most_bytes
-            for run in (whole,) if fits else whole.split(most_bytes):
+            for run in (whole,) if fits else whole.split(most_bytes // _PIECE_MULTIPLE * _PIECE_MULTIPLE):
                 sizes = [run.of(share).size_bytes for share in shares]
                 own, size = run.of(shares[ranks.rank]), sizes[ranks.rank]
                 received = self._received[: ranks.size * size]

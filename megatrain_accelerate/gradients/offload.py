@@ -49,13 +49,14 @@ class UnitStepper:
 
 
 class GradientOffloader:
-    """Owner of the gradient slots, and of the way from a backward to ``parameter.grad`` on the host. ``units`` are layouts of
-    layers and experts whose gradients leave through slots, ``at_once`` of what a slot takes at once: these, or parts."""
+    """Owner of the gradient slots, and of the way from a backward to ``parameter.grad`` on the host. Gradients leave through
+    slots: those of ``layers``, by their layouts, and of ``experts`` in ``parts``."""
 
     def __init__(
         self,
-        units: Sequence[FlatLayout],
-        at_once: Sequence[FlatLayout],
+        layers: Sequence[FlatLayout],
+        experts: Sequence[FlatLayout],
+        parts: Sequence[FlatLayout],
         *,
         streams: Streams,
         worker: StepWorker,
@@ -71,11 +72,11 @@ class GradientOffloader:
         self.norms, self.sums, self.steppers = norms, sums, steppers
         self._buffers_of = functools.partial(HostBuffers, register=streams.is_cuda, meter=meter)
         # Those that pass through the host do so unit by unit, since that is how they are stepped.
-        self._largest_unit = max(layout.gradient_bytes for layout in units)
-        self._largest = max(layout.gradient_bytes for layout in at_once)
-        self._most_parameters = max(len(layout.trainable_entries) for layout in at_once)
+        self._largest_unit = max(layout.gradient_bytes for layout in (*layers, *experts))
+        self._largest = max(layout.gradient_bytes for layout in (*layers, *parts))
+        self._most_parameters = max(len(layout.trainable_entries) for layout in (*layers, *parts))
         self._passes = passes and self._largest > 0
-        self.exchange = None if shared is None else Exchange(shared, streams, at_once)
+        self.exchange = None if shared is None else Exchange(shared, streams, layers)
         """What makes gradients the means of several ranks'."""
         self.slots: collections.deque[GradientSlot] = collections.deque()
         """In the order in which they are next written."""
@@ -275,7 +276,7 @@ class UnitGradients:
         offloader, layout = self._offloader, part.unit.layout
         self._left -= 1
         if gradients is None and not self._is_fresh and offloader.exchange is None:
-            self._show(self._add_on_host(part, None))  # zeros needn't travel
+            self._show(self._add_on_host(part, None))  # nobody else has something to add: zeros needn't travel
             return
         # WAR: a step that is still to be applied reads the gradients of the pass before.
         offloader.meter.wait_for_step(part.name, part.gate)
@@ -302,11 +303,12 @@ class UnitGradients:
                 d2h_stream.wait_event(slot.grads_ready_event)
                 exchange.mean_of_share(slot.buffer, whole, part.unit.gradient_runs, part.name)
                 entries = zip(whole.trainable_entries, views, strict=True)
-                self._take_norms(slot, [part.unit.in_slot(entry, view) for entry, view in entries])
+                self._take_norms(slot, [part.unit.of_slot(entry, view) for entry, view in entries])
         self._show(self._copy_to_place(part, slot) if self._is_fresh else self._add_on_host(part, slot))
 
     def _take_norms(self, slot: GradientSlot, gradients: Sequence[torch.Tensor]) -> None:
-        """The norms of fresh ones, which the slot holds, with those of the parts before."""
+        """Puts the norms of these gradients, with those of the parts before, into the slot; not of those that are added to
+        others."""
         if not self._is_fresh:
             return
         norms = slot.norms[: len(gradients)]
@@ -354,8 +356,8 @@ class UnitGradients:
                 ticket.wait()  # WAW: an addition to dropped ones may still be queued
             assert unit.gradients is not None
             self._target = unit.gradients
-        own = [(run.in_unit, run.in_slot) for run in part.unit.own_gradients]
-        pieces = [(self._target[there], slot.bytes_of(here.start, here.stop)) for there, here in own]
+        own = part.unit.own_gradients
+        pieces = [(self._target[run.in_unit], slot.bytes_of(run.in_slot.start, run.in_slot.stop)) for run in own]
         norms = offloader.norms.of_unit(unit)
         of_norms = [] if self._left else [(norms, slot.norms[: norms.numel()])]
         slot.grads_copied_event = offloader.send(part.name, slot.grads_ready_event, pieces, of_norms)
@@ -375,7 +377,7 @@ class UnitGradients:
             copies = [(staging[place], slot.bytes_of(place.start, place.stop)) for place in places]
             slot.grads_copied_event = copied_event = offloader.send(part.name, slot.grads_ready_event, copies, ())
             received = zip(unit.layout.trainable_entries, part.unit.layout.views(staging, trainable_only=True), strict=True)
-            views = [part.unit.in_slot(entry, view) for entry, view in received]
+            views = [part.unit.of_slot(entry, view) for entry, view in received]
         if not self._additions:
             self._additions = [Addition(s, s.parameter.grad, offloader.sums.running(s)) for s in self.states]
         for addition in () if self._left else self._additions:

@@ -99,12 +99,9 @@ class StreamingRuntime:
         self.sums = Fp32Sums(self.units, config, streams.device, kernels, 1 if shared is None else shared.ranks.size)
         gather = None if shared is None else Gather(shared.file, shared.ranks)
         self.prefetcher = Prefetcher(self.layers, config.placement.slots, streams, meter, gather)
-        whole = [part.unit.layout for part in (*self.layers, *self.experts)]
-        at_once = [layer.unit.layout for layer in self.layers]
-        at_once += [part.unit.layout for experts in self.experts for part in experts.parts]
+        parts = [part for experts in self.experts for part in experts.parts]
         self.offloader = GradientOffloader(
-            whole,
-            at_once,
+            *([part.unit.layout for part in of_kind] for of_kind in (self.layers, self.experts, parts)),
             streams=streams,
             worker=worker,
             kernels=kernels,
@@ -447,7 +444,7 @@ class StreamingRuntime:
         self._send_norms()
         self.offloader.wait()
         if self.offloader.exchange is not None:
-            self.offloader.exchange.refuse_rewritten(self.layers)
+            self.offloader.exchange.refuse_rewritten((*self.layers, *self.experts))
 
     def _send_norms(self) -> None:
         """Sends the norms of gradients of layers that live on the device, where they aren't known: autograd accumulated the

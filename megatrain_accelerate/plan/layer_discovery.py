@@ -290,7 +290,7 @@ def split_experts(
     dtypes: Mapping[int, torch.dtype],
     device: torch.device,
     training: bool,
-    ranks: Ranks | None = None,
+    ranks: Ranks | None,
 ) -> Discovery:
     """The discovery with the experts that are to stream in parts; ``dtypes`` are those in which parameters compute, by ``id``.
     An UnsupportedError if parts are asked for, and the model has no experts that can be cut, or others that can't; a
@@ -303,7 +303,7 @@ def split_experts(
         budget_bytes = config.gpu_memory_bytes or 0
         if config.gpu_memory_bytes is None and device.type == "cuda":
             budget_bytes = int(USABLE_SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[0])
-        if ranks is not None:  # which cut alike
+        if ranks is not None and found:  # they cut alike
             budget_bytes = min(ranks.gather(budget_bytes))
         in_pieces = config.passes_gradients and config.micro_batch_size is not None
         if not budget_bytes or not found or wants_whole_layers(config) or in_pieces:

@@ -293,7 +293,7 @@ class _Pipeline:
                 end = self.compute.work(seconds / (pieces * len(parts)), ready)
                 self.part_slots.use(key, end)
                 if is_last is not None and part.gradient_bytes:
-                    out = self._send_gradients(part, end, is_added=piece > 0)
+                    out = self._send_gradients(part, end, is_added=piece > 0, is_part=True)
         if is_last and self.model.steps_in_backward and any(part.gradient_bytes for part in parts):
             # One step of all, when the last gradients have come.
             for part in parts:
@@ -317,10 +317,13 @@ class _Pipeline:
             return not_before
         return self.network.work(size_bytes * (1 - 1 / model.machines) / model.network_bytes, not_before)
 
-    def _send_gradients(self, unit: UnitSizes, computed_at: float, is_added: bool = False) -> float:
-        """A unit's gradients go to the host, ``is_added`` to some of the same backward; returns when they are there."""
-        ranks = self.model.ranks
-        out = self.d2h.copy(unit.gradient_bytes // ranks, self._exchange(unit.gradient_bytes, computed_at))
+    def _send_gradients(self, unit: UnitSizes, computed_at: float, is_added: bool = False, is_part: bool = False) -> float:
+        """A unit's gradients go to the host, ``is_added`` to some of the same backward; returns when they are there. A part of
+        experts is nearly one rank's alone (``is_part``): that one gets what all others send, and copies it alone, beside the
+        exchange of the next parts at best."""
+        ranks, size_bytes = self.model.ranks, unit.gradient_bytes
+        exchanged_at = self._exchange(size_bytes * (ranks if is_part else 1), computed_at)
+        out = self.d2h.copy(size_bytes * ((ranks + 1) if is_part else 2) // (2 * ranks), exchanged_at)
         self.gradients_out.append(out)
         if is_added or self.model.micro_batches > 1:
             # Added to those before: 6 bytes a parameter, 10 with the sums' residuals.

@@ -87,9 +87,8 @@ class FlatLayout:
         """Those that have gradients."""
         self.key = _keys.setdefault(tuple((entry.spec, entry.weight_offset) for entry in self.entries), len(_keys))
         """Equal for units of equal layout, whose views of a slot can be shared."""
-        in_bf16 = 2 * self.split_elements
-        runs = [GradientRun(torch.bfloat16, 0, 0, in_bf16)]
-        runs.append(GradientRun(torch.float32, in_bf16, in_bf16, self.gradient_bytes - in_bf16))
+        begin, end = 2 * self.split_elements, self.gradient_bytes
+        runs = GradientRun(torch.bfloat16, 0, 0, begin), GradientRun(torch.float32, begin, begin, end - begin)
         self.gradient_runs = [run for run in runs if run.size_bytes]
         """Its gradients in a slot of their own."""
 
@@ -150,7 +149,7 @@ class Share:
 
     @property
     def bytes(self) -> slice:
-        """Its gradients' place in the unit's gradients, and in a gradient slot."""
+        """Its gradients' place in the unit's gradients."""
         return slice(self.begin_byte, self.end_byte)
 
     def split(self, layout: FlatLayout) -> int:

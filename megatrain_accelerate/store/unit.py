@@ -296,7 +296,7 @@ class HostUnit:
         """The part of a parameter's tensor, or of a gradient's, that this process steps: all of it unless it is shared."""
         return tensor if self.shared is None else self.share.of(entry, tensor)
 
-    in_slot = of
+    of_slot = of
     """The same of a gradient in a slot."""
 
     def move(self, device: torch.device | None, kernels: StepKernels) -> None:
@@ -411,7 +411,7 @@ class UnitRange:
             return self.experts.of(tensor)
         return tensor.reshape(-1)[self.whole.share.among(entry, *self.experts.elements(entry))]
 
-    def in_slot(self, entry: FlatEntry, gradient: torch.Tensor) -> torch.Tensor:
+    def of_slot(self, entry: FlatEntry, gradient: torch.Tensor) -> torch.Tensor:
         """The same of the range's own gradient in a slot; ``entry`` is the whole parameter's."""
         if self.whole.shared is None:
             return gradient

@@ -10,7 +10,7 @@ from typing import Any
 import plain_torch
 import pytest
 import torch
-from engine_runs import train_on_means, train_streamed
+from engine_runs import attach, train_on_means, train_streamed
 from outline_cache import remembering
 from part_models import EXPERTS, tiny_experts
 from plain_torch import PlainRun, token_batches
@@ -43,8 +43,11 @@ OTHER_BATCHES: dict[str, dict[str, Any]] = {
     "two parts": {"expert_parts": 2},
     "four parts": {"expert_parts": 4},
     "parts without tokens": {"expert_parts": EXPERTS, "tokens": FEW_TOKENS},
-    "exchanged in pieces": {"expert_parts": 2},
+    "one part, in pieces": {"expert_parts": 1},
+    "two parts, in pieces": {"expert_parts": 2},
+    "parts without tokens, accumulation": {"expert_parts": EXPERTS, "tokens": FEW_TOKENS, "accumulation": 2},
 }
+ACCUMULATED = [name for name in OTHER_BATCHES if "accumulation" in OTHER_BATCHES[name]]
 
 pytestmark = pytest.mark.usefixtures("outlined_once")
 
@@ -63,6 +66,16 @@ def train(rank: int, ranks: int, how: dict[str, Any]) -> PlainRun:
     return train_streamed(model_of(settings.pop("frozen", None)), batches, **settings)
 
 
+def parts_chosen(rank: int) -> int:
+    """Into how many parts experts are cut where the second rank has less memory than the first."""
+    with torch.device("meta"):
+        model = tiny_experts(num_hidden_layers=1, num_experts=64, hidden_size=512, moe_intermediate_size=1024)
+    engine = attach(model, training=False, expert_parts="auto", gpu_memory_gib=4.0 if rank == 0 else 1.2)
+    found = sum(len(experts.parts) for experts in engine.runtime.experts)
+    engine.close()
+    return found
+
+
 def main() -> None:
     """What each rank does."""
     device_plan.outline_step = remembering(device_plan.outline_step, {})
@@ -71,11 +84,14 @@ def main() -> None:
     runs = {}
     for name, how in OTHER_BATCHES.items():
         with pytest.MonkeyPatch.context() as patch:
-            if name == "exchanged in pieces":
-                patch.setattr(exchange, "_BUCKET_BYTES", 4096)  # a part of the matrices is more than fits
+            if name.endswith("in pieces"):
+                patch.setattr(exchange, "_BUCKET_BYTES", 4096)  # less than a layer's share
             runs[f"other, {name}"] = train(rank, ranks, how)
+    few = {"expert_parts": 2, "tokens": FEW_TOKENS, "accumulation": 2}
+    runs["two parts, accumulation"] = train(rank, ranks, few)
     runs["clipped"] = train(rank, ranks, {"expert_parts": 4, "max_norm": 0.5})
     runs["clipped, one part"] = train(rank, ranks, {"expert_parts": 1, "max_norm": 0.5})
+    runs["parts"] = parts_chosen(rank)
     if ranks == 2:
         runs |= {f"same, {name}": train(0, 1, how) for name, how in SAME_BATCHES.items()}
     torch.save(runs, f"{folder}/{rank}.pt")
@@ -118,7 +134,7 @@ def test_ranks_with_equal_batches_train_as_one_process(two: list[dict[str, Plain
 
 
 @pytest.mark.usefixtures("exact_torch_sqrt")
-@pytest.mark.parametrize("how", OTHER_BATCHES)
+@pytest.mark.parametrize("how", [name for name in OTHER_BATCHES if name not in ACCUMULATED])
 def test_ranks_train_on_the_mean_of_their_gradients_bit_by_bit(runs: list[dict[str, PlainRun]], how: str) -> None:
     settings = dict(OTHER_BATCHES[how])
     batches = token_batches(STEPS * len(runs), **settings.pop("tokens", {}))
@@ -127,14 +143,28 @@ def test_ranks_train_on_the_mean_of_their_gradients_bit_by_bit(runs: list[dict[s
         assert_equal(run[f"other, {how}"], plain)
 
 
+@pytest.mark.parametrize("how", ACCUMULATED)
+def test_parts_without_tokens_add_up_as_others_do(runs: list[dict[str, PlainRun]], how: str) -> None:
+    for run in runs:
+        assert run[f"other, {how}"].losses == run["two parts, accumulation"].losses
+        assert_equal(run[f"other, {how}"], runs[0]["two parts, accumulation"])
+
+
 def test_ranks_clip_by_one_norm_on_all_of_them(runs: list[dict[str, PlainRun]]) -> None:
     first = runs[0]["clipped"]
-    # fp32 sums of other parts; a factor that differs in its last bit flips bf16 weights here and there.
+    # fp32 sums of other parts. A factor that differs in its last bit flips bf16 weights here and there, so only the first
+    # step's norms are those of the same weights; experts have a tenth of them.
+    assert first.norms[0] == pytest.approx(runs[0]["clipped, one part"].norms[0], rel=1e-6)
     assert first.norms == pytest.approx(runs[0]["clipped, one part"].norms, rel=2e-3)
     assert min(first.norms) > 0.5
     for run in runs:
         assert run["clipped"].norms == first.norms
         assert_equal(run["clipped"], first)
+
+
+def test_ranks_cut_experts_alike_for_the_one_with_the_least_memory(runs: list[dict[str, Any]]) -> None:
+    (found,) = {run["parts"] for run in runs}
+    assert found > 1
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import Training, attach
+from part_models import tiny_experts
 from plain_torch import tiny_model, token_batches
 from rank_runs import join_ranks, require_success, run_ranks
 
@@ -17,8 +18,8 @@ from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.store import host_limits
 
 
-def training(extra: list[torch.nn.Parameter] | None = None, **settings: Any) -> Training:
-    model = tiny_model()
+def training(extra: list[torch.nn.Parameter] | None = None, model: Any = None, **settings: Any) -> Training:
+    model = model or tiny_model()
     optimizer = torch.optim.AdamW([*model.parameters(), *(extra or [])], lr=1e-3)
     engine = attach(model, **settings)
     return Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))
@@ -42,6 +43,20 @@ def gradients_that_are_assigned(rank: int) -> None:
     weight = run.model.model.layers[1].mlp.up_proj.weight
     weight.grad = torch.full_like(weight, float(rank))
     refused(run.optimizer.step, "the gradient of model.layers.1.mlp.up_proj.weight was written to or assigned")
+
+
+def gradients_of_experts_in_parts(rank: int) -> None:
+    run, (ids,) = training(model=tiny_experts(), expert_parts=2), token_batches(1)
+    run.model(input_ids=ids, labels=ids).loss.backward()
+    run.model.model.layers[0].mlp.experts.down_proj.grad.mul_(0.5)
+    refused(run.optimizer.step, "the gradient of model.layers.0.mlp.experts.down_proj was written to")
+
+
+def pieces_of_experts_in_parts(rank: int) -> None:
+    refused(
+        lambda: training(model=tiny_experts(), expert_parts=2, micro_batch_size=1),
+        "micro_batch_size is 1, and gradients of exp",
+    )
 
 
 def weights_of_a_layer_on_the_device(rank: int) -> None:
@@ -98,6 +113,8 @@ def room_for_one_store_is_room_for_its_sums(rank: int) -> None:
 CASES = (
     gradients_that_are_written_to,
     gradients_that_are_assigned,
+    gradients_of_experts_in_parts,
+    pieces_of_experts_in_parts,
     weights_of_a_layer_on_the_device,
     weights_outside_the_layers,
     parameters_whose_gradients_nobody_averages,
