@@ -31,7 +31,7 @@ atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # Asserts of the helpers say what differs, as those of the tests do.
-pytest.register_assert_rewrite("checkpoint_runs", "engine_runs", "loop_runs", "refusals", "trainer_runs")
+pytest.register_assert_rewrite("checkpoint_runs", "engine_runs", "loop_runs", "rank_ends", "refusals", "trainer_runs")
 
 
 SLOW_COLLECTION_SECONDS = 0.02

@@ -73,7 +73,9 @@ class Lifeline:
             self._ranks.leave()
 
     def _report(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        """The interpreter's ``sys.excepthook``: an exception ends this rank."""
+        """The interpreter's ``sys.excepthook``: an exception ends this rank, if it isn't one of a process that it forked."""
+        if os.getpid() != self._processes[self._rank]:
+            return self._hook_before(kind, error, traceback)
         if isinstance(error, RuntimeError):
             time.sleep(_GRACE_SECONDS)  # a collective whose other end is gone: the thread tells why, and ends this process
             if gone := [rank for rank, notice in enumerate(self._notices) if notice.left_in_order]:

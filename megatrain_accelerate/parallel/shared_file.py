@@ -1,7 +1,7 @@
 """Memory that the ranks of one machine map together: a file without a name, of huge pages where the system allows that.
 
-Only its mappings and descriptors hold it, so that the kernel gives it back with the last process, however that ends. It isn't
-bound by the size of ``/dev/shm``, which is 64 MiB in many containers.
+Only the ranks' mappings and one descriptor of each hold it, none in processes that they fork, so that the kernel gives it
+back with the last rank, however that ends. It isn't bound by the size of ``/dev/shm``, which is 64 MiB in many containers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 from megatrain_accelerate.errors import HostMemoryError
+from megatrain_accelerate.pages import Pages, map_pages
 from megatrain_accelerate.parallel.huge_file import open_huge_file
 from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.units import round_up
@@ -44,7 +45,8 @@ class SharedFile:
                 "one user, in one container, without a limit on the size of files (`ulimit -f unlimited`)"
             ) from error
         ranks.meet("sharing host memory")  # only then may the first rank close its descriptor
-        weakref.finalize(self, os.close, self._descriptor)  # mappings stay as long as anybody holds them
+        close = weakref.finalize(self, os.close, self._descriptor)  # mappings stay as long as anybody holds them
+        os.register_at_fork(after_in_child=close)
 
     def reserve(self, size_bytes: int) -> int:
         """The offset of a new range of ``size_bytes``, at the beginning of a page (of 4 KiB)."""
@@ -58,6 +60,6 @@ class SharedFile:
         size_bytes = ctypes.sizeof(rows)
         return rows.from_buffer(self.map(self.reserve(size_bytes), size_bytes))
 
-    def map(self, offset: int, size_bytes: int) -> mmap.mmap:
+    def map(self, offset: int, size_bytes: int) -> Pages:
         """A mapping, of whole pages, that all ranks write to and read from. It is zero where nobody wrote."""
-        return mmap.mmap(self._descriptor, round_up(max(size_bytes, 1), mmap.PAGESIZE), flags=mmap.MAP_SHARED, offset=offset)
+        return map_pages(round_up(max(size_bytes, 1), mmap.PAGESIZE), self._descriptor, offset)

@@ -8,7 +8,6 @@ registered, since nothing streams from it yet, is copied on all threads.
 from __future__ import annotations
 
 import collections
-import contextlib
 import ctypes
 import math
 import mmap
@@ -20,13 +19,14 @@ import torch
 
 from megatrain_accelerate.errors import HostMemoryError
 from megatrain_accelerate.kernels.host import HostKernels
+from megatrain_accelerate.pages import Pages, map_pages
 from megatrain_accelerate.units import MIB, format_bytes, round_up
 
 STAGED_BYTES = 32 * MIB
 """Of each of two buffers: a copy that takes a millisecond or more, beside which it costs nothing to issue it."""
 
 
-def _unregister(address: int, mapping: mmap.mmap) -> None:
+def _unregister(address: int, mapping: Pages) -> None:
     # `mapping` is held so that the pages are unmapped only after the driver let go of them.
     torch.cuda.cudart().cudaHostUnregister(address)
 
@@ -36,23 +36,10 @@ class HostMemory:
     it. Tensors made by :meth:`tensor` keep it alive, as ordinary pageable memory after :meth:`close`. ``register``: page-lock
     it for the current CUDA device. A ``HostMemoryError`` with size and remedy where the kernel or the driver refuses."""
 
-    def __init__(self, size_bytes: int, *, register: bool, shared: mmap.mmap | None = None) -> None:
+    def __init__(self, size_bytes: int, *, register: bool, shared: Pages | None = None) -> None:
         self.size_bytes = round_up(max(size_bytes, 1), mmap.PAGESIZE)
-        try:
-            self._mapping = shared or mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError) as error:
-            raise HostMemoryError(
-                f"the kernel refused {format_bytes(self.size_bytes)} of host memory ({error}); "
-                "check `ulimit -v`, vm.overcommit_memory and the free memory"
-            ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            # A kernel without transparent huge pages answers EINVAL; small pages are only slower.
-            with contextlib.suppress(OSError):
-                self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        if hasattr(mmap, "MADV_DONTFORK"):
-            # Else forks copy the whole store's page tables, and writes move registered pages from where the driver knows them.
-            self._mapping.madvise(mmap.MADV_DONTFORK)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._mapping = shared or map_pages(self.size_bytes)
+        self.address = ctypes.addressof(self._mapping)
         self._finalizer: weakref.finalize | None = None
         self._register_wanted = register
         self.is_touched = False

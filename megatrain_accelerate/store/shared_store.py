@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-import mmap
 import time
 from collections.abc import Callable, Mapping
 
 from megatrain_accelerate.errors import RankError, UnsupportedError
 from megatrain_accelerate.kernels.host import memory_fence
+from megatrain_accelerate.pages import Pages
 from megatrain_accelerate.parallel.order_check import OrderCheck
 from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.parallel.shared_file import SharedFile
@@ -89,7 +89,7 @@ class SharedUnit:
                 "has written. Change weights before accelerator.prepare(), or by load_state_dict(), or set num_processes: 1"
             )
 
-    def map(self, kind: str) -> mmap.mmap:
+    def map(self, kind: str) -> Pages:
         """The mapping of one kind of its memory."""
         offset, size = self._places[kind]
         self.mapped[kind] = size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fresh_process import run_command, script
+from rank_ends import note_cause, require_prompt_end
 from rank_runs import end_of_stock_run, require_success, run_ranks
 from safetensors.torch import load_file
 
@@ -28,9 +30,10 @@ use_cpu: true
 STEPS, SAVED = 6, 3
 
 
-def die_in_the_second_checkpoint(value: object, path: str, save: Any = torch.save) -> None:
+def die_in_the_second_checkpoint(cause: Path, value: object, path: str, save: Any = torch.save) -> None:
     save(value, path)
     if f"checkpoint-{2 * SAVED}" in str(path):
+        note_cause(cause)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -58,7 +61,7 @@ def main() -> None:
         **options["arguments"],
     )
     if os.environ.get("RANK", "0") == options.get("killed"):
-        torch.save = die_in_the_second_checkpoint
+        torch.save = functools.partial(die_in_the_second_checkpoint, Path(arguments.output_dir, "cause"))
     trainer = Trainer(model=tiny_model(), args=arguments, train_dataset=data, eval_dataset=data[:8])
     trainer.train(resume_from_checkpoint=options.get("resume"))
     trainer.save_model()
@@ -97,13 +100,21 @@ def train(folder: Path, *how: Any, **arguments: Any) -> list[dict[str, float]]:
     return log_of(folder)
 
 
-def train_in_forks(folder: Path, switch: str, resume: Path | None = None, **arguments: Any) -> list[dict[str, float]]:
-    """The log of a training by two processes that no launcher starts, with a switch of the plugin set to 1."""
+def run_in_forks(
+    folder: Path, switch: str, resume: Path | None = None, killed: int | None = None, **arguments: Any
+) -> list[tuple[int, str]]:
+    """Exit status and output of two processes that train without a launcher, with a switch of the plugin set to 1. ``killed``:
+    as in :func:`launch`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", switch: "1"}
-    require_success(run_ranks(__file__, 2, options_of(folder, resume, None, arguments), **env))
+    return run_ranks(__file__, 2, options_of(folder, resume, killed, arguments), **env)
+
+
+def train_in_forks(folder: Path, *how: Any, **arguments: Any) -> list[dict[str, float]]:
+    """The log of a training that :func:`run_in_forks` runs."""
+    require_success(run_in_forks(folder, *how, **arguments))
     return log_of(folder)
 
 
@@ -163,12 +174,23 @@ def test_checkpoints_of_states_on_the_devices_are_those_of_states_on_the_host(
 def test_a_training_goes_on_from_the_checkpoint_before_the_one_that_a_killed_rank_was_saving(
     killed: int, tmp_path: Path
 ) -> None:
-    output = launch(tmp_path, "MEGATRAIN", 2, killed=killed)
+    results = run_in_forks(tmp_path, "MEGATRAIN_ACTIVE", killed=killed)
+    require_prompt_end(tmp_path / "cause")
+    assert all(status != 0 for status, _ in results)
+    output = results[1 - killed][1]
     assert f"rank {killed} (process " in output
     assert "it was killed" in output
     assert [at.name for at in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{SAVED}"]
-    log = train(tmp_path, "MEGATRAIN", 2, resume=tmp_path / f"checkpoint-{SAVED}")
+    log = train_in_forks(tmp_path, "MEGATRAIN_ACTIVE", resume=tmp_path / f"checkpoint-{SAVED}")
     assert log[-1]["step"] == STEPS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("killed", [0, 1])
+def test_what_a_launcher_prints_names_the_rank_that_was_killed(killed: int, tmp_path: Path) -> None:
+    output = launch(tmp_path, "MEGATRAIN", 2, killed=killed)
+    assert f"rank {killed} (process " in output
+    assert "it was killed" in output
 
 
 @pytest.mark.long
