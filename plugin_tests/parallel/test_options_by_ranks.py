@@ -1,4 +1,4 @@
-"""Options of the Trainer and calls of Accelerate by two processes, beside stock data parallelism: one script goes through all."""
+"""Options of the Trainer and calls of Accelerate by two processes, beside stock data parallelism. One script has all."""
 
 from __future__ import annotations
 
