@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,7 +192,11 @@ def bare_loop(folder: str) -> Found:
             time.sleep(0.3 * accelerator.process_index)  # the first process goes on to load while the second one reads
             found.append(size_of(accelerator, model))
             accelerator.load_state(f"{folder}/state{seed}")
+        prepared = weakref.ref(model)
         model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+        del loss
+        gc.collect()
+        assert prepared() is None
     return found
 
 
