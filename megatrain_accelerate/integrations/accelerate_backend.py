@@ -149,6 +149,8 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
         gradient_state = accelerator.gradient_state
         engine.runtime.offloader.gradients_complete = lambda: bool(gradient_state.sync_gradients)
         engine.prepare_anew = functools.partial(_attach_unfrozen, weakref.ref(accelerator))
+        if (ranks := engine.runtime.ranks) is not None:  # WAR: until all are here, one may still read weights of before
+            accelerator.register_load_state_pre_hook(lambda *_: ranks.meet("accelerator.load_state()"))
         for earlier_model in earlier_models:
             refuse_calls(earlier_model)
         trains = engine.runtime.trains

@@ -46,7 +46,6 @@ def main() -> None:
     data = [{"input_ids": ids, "labels": ids} for ids in token_batches(48, batch=1, length=16)]
     data = [{name: value[0] for name, value in row.items()} for row in data]
     arguments = TrainingArguments(
-        max_steps=STEPS,
         save_steps=SAVED,
         eval_steps=SAVED,
         eval_strategy="steps",
@@ -71,7 +70,8 @@ def main() -> None:
 
 def options_of(folder: Path, resume: Path | None, killed: int | None, arguments: dict[str, Any]) -> str:
     """The script's argument."""
-    options: dict[str, Any] = {"arguments": {"output_dir": str(folder), **arguments}, "resume": resume and str(resume)}
+    arguments = {"output_dir": str(folder), "max_steps": STEPS, **arguments}
+    options: dict[str, Any] = {"arguments": arguments, "resume": resume and str(resume)}
     options["killed"] = None if killed is None else str(killed)
     return json.dumps(options)
 
@@ -101,15 +101,15 @@ def train(folder: Path, *how: Any, **arguments: Any) -> list[dict[str, float]]:
 
 
 def run_in_forks(
-    folder: Path, switch: str, resume: Path | None = None, killed: int | None = None, **arguments: Any
+    folder: Path, switch: str, resume: Path | None = None, processes: int = 2, killed: int | None = None, **arguments: Any
 ) -> list[tuple[int, str]]:
-    """Exit status and output of two processes that train without a launcher, with a switch of the plugin set to 1. ``killed``:
-    as in :func:`launch`."""
+    """Exit status and output of processes that train without a launcher, with a switch of the plugin set to 1. ``killed``: as
+    in :func:`launch`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", switch: "1"}
-    return run_ranks(__file__, 2, options_of(folder, resume, killed, arguments), **env)
+    return run_ranks(__file__, processes, options_of(folder, resume, killed, arguments), **env)
 
 
 def train_in_forks(folder: Path, *how: Any, **arguments: Any) -> list[dict[str, float]]:
@@ -124,6 +124,17 @@ def log_of(folder: Path) -> list[dict[str, float]]:
     return [{name: entry[name] for name in kept if name in entry} for entry in history]
 
 
+def assert_same_training(folder: Path, stock_folder: Path) -> None:
+    """Equal logs and weights, up to other orders of fp32 sums."""
+    log, stock_log = log_of(folder), log_of(stock_folder)
+    assert [entry.keys() for entry in log] == [entry.keys() for entry in stock_log]
+    for entry, other in zip(log, stock_log, strict=True):
+        assert entry == pytest.approx(other, rel=1e-5)
+    weights, stock_weights = (load_file(at / "model.safetensors") for at in (folder, stock_folder))
+    for name, weight in stock_weights.items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=2e-5)
+
+
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
     folder = tmp_path_factory.mktemp("ours")
@@ -133,14 +144,9 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 def test_a_trainer_by_two_processes_trains_as_the_stock_one_does(
     ours: tuple[Path, list[dict[str, float]]], tmp_path: Path
 ) -> None:
-    folder, log = ours
-    stock = train_in_forks(tmp_path, "MEGATRAIN_DISABLE", gradient_accumulation_steps=2)
-    assert [entry.keys() for entry in log] == [entry.keys() for entry in stock]
-    for entry, other in zip(log, stock, strict=True):
-        assert entry == pytest.approx(other, rel=1e-5)  # fp32: other orders of sums
-    weights, stock_weights = (load_file(at / "model.safetensors") for at in (folder, tmp_path))
-    for name, weight in stock_weights.items():
-        torch.testing.assert_close(weights[name], weight, rtol=0, atol=2e-5)
+    folder, _ = ours
+    train_in_forks(tmp_path, "MEGATRAIN_DISABLE", gradient_accumulation_steps=2)
+    assert_same_training(folder, tmp_path)
     files = {file.name for file in (folder / f"checkpoint-{SAVED}").iterdir()}
     assert files >= {"model.safetensors", "optimizer.pt", "rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"}
 
@@ -194,16 +200,26 @@ def test_what_a_launcher_prints_names_the_rank_that_was_killed(killed: int, tmp_
 
 
 @pytest.mark.long
-def test_checkpoints_are_resumed_by_other_numbers_of_processes_and_by_the_stock_trainer(
-    ours: tuple[Path, list[dict[str, float]]], tmp_path: Path
-) -> None:
-    checkpoint = ours[0] / f"checkpoint-{SAVED}"
-    for kind, processes in (("MEGATRAIN", 1), ("MEGATRAIN", 4), ("MULTI_CPU", 2)):
-        log = train(tmp_path / f"{kind}{processes}", kind, processes, resume=checkpoint)
-        assert log[-1]["step"] == STEPS
-    train(tmp_path / "stock", "MULTI_CPU", 1)
-    of_one = tmp_path / "stock" / f"checkpoint-{SAVED}"
-    assert train(tmp_path / "two", "MEGATRAIN", 2, resume=of_one)[-1]["step"] == STEPS
+def test_checkpoints_are_exchanged_with_the_stock_trainer(ours: tuple[Path, list[dict[str, float]]], tmp_path: Path) -> None:
+    checkpoint, how = f"checkpoint-{SAVED}", {"gradient_accumulation_steps": 2}
+    train_in_forks(tmp_path / "stock", "MEGATRAIN_DISABLE", **how)
+    train_in_forks(tmp_path / "stock, resumed", "MEGATRAIN_DISABLE", resume=ours[0] / checkpoint, **how)
+    assert_same_training(ours[0], tmp_path / "stock, resumed")
+    train_in_forks(tmp_path / "resumed", "MEGATRAIN_ACTIVE", resume=tmp_path / "stock" / checkpoint, **how)
+    assert_same_training(tmp_path / "resumed", tmp_path / "stock")
+
+
+@pytest.mark.long
+def test_checkpoints_are_resumed_by_other_numbers_of_processes_as_the_stock_trainer_resumes_them(tmp_path: Path) -> None:
+    checkpoint = None
+    for hop, processes in enumerate((1, 2, 4, 1)):
+        folder, stock_folder = tmp_path / str(hop), tmp_path / f"{hop} stock"
+        how: dict[str, Any] = {"resume": checkpoint, "processes": processes, "max_steps": (hop + 1) * SAVED}
+        log = train_in_forks(folder, "MEGATRAIN_ACTIVE", **how)
+        assert [entry["step"] for entry in log if "grad_norm" in entry] == list(range(1, how["max_steps"] + 1))
+        train_in_forks(stock_folder, "MEGATRAIN_DISABLE", **how)
+        assert_same_training(folder, stock_folder)
+        checkpoint = folder / f"checkpoint-{how['max_steps']}"
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ from typing import Any
 import plain_torch
 import pytest
 import torch
-from engine_runs import train_streamed
+from engine_runs import train_on_means, train_streamed
 from outline_cache import remembering
 from plain_torch import PlainRun, tiny_model, token_batches, train_bf16_with_masters
 from rank_runs import join_ranks, require_success, run_ranks
@@ -51,6 +51,8 @@ OTHER_BATCHES: dict[str, dict[str, Any]] = {
     "all on the device": {"device_layers": 4, "kept_layers": 4},
     "states on the device": {"device_states": -1},
     "accumulation": {"accumulation": 2},
+    "serial": {"schedule": "serial"},
+    "8-bit moments": {"moments_dtype": "int8"},
 }
 
 
@@ -125,7 +127,10 @@ def test_ranks_with_equal_batches_train_as_one_process(two: list[dict[str, Plain
 @pytest.mark.parametrize("how", OTHER_BATCHES)
 def test_ranks_train_on_the_mean_of_their_gradients_bit_by_bit(runs: list[dict[str, PlainRun]], how: str) -> None:
     batches, accumulation = token_batches(STEPS * len(runs)), OTHER_BATCHES[how].get("accumulation", 1)
-    plain = train_bf16_with_masters(tiny_model(), batches, max_norm=None, accumulation=accumulation, ranks=len(runs))
+    if "moments_dtype" in OTHER_BATCHES[how]:
+        plain = train_on_means(tiny_model(), batches, len(runs), **OTHER_BATCHES[how])
+    else:
+        plain = train_bf16_with_masters(tiny_model(), batches, max_norm=None, accumulation=accumulation, ranks=len(runs))
     for run in runs:
         assert_equal(run[f"other, {how}"], plain, but_losses=True)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from engine_runs import Training, attach
 from part_models import tiny_experts
 from plain_torch import tiny_model, token_batches
 from rank_runs import join_ranks, require_success, run_ranks
+from transformers import Trainer, TrainingArguments
 
+import megatrain_accelerate
 from megatrain_accelerate.errors import ConfigError, HostMemoryError, UnsupportedError
 from megatrain_accelerate.integrations.accelerate_backend import _adopt
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
@@ -100,6 +104,29 @@ def steps_in_backward(rank: int) -> None:
             _adopt(run.optimizer, run.engine)
 
 
+def optimizers_without_a_kernel(rank: int) -> None:
+    for make in (torch.optim.SGD, torch.optim.Adafactor):
+        model = tiny_model()
+        adopt = functools.partial(adopt_optimizer, make(model.parameters(), lr=1e-3), attach(model).runtime, "deferred")
+        refused(adopt, f"{make.__name__} has no fused host kernel; use AdamW or Adam, or set num_processes: 1")
+
+
+def values_that_are_clipped(rank: int) -> None:
+    megatrain_accelerate.enable()
+    accelerator, model, (ids,) = Accelerator(cpu=True), tiny_model(), token_batches(1)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+    accelerator.clip_grad_value_(model.parameters(), 1e-3)
+    refused(optimizer.step, "the gradient of model.layers.0.* was written to .*accelerator.clip_grad_norm_")
+
+
+def batches_that_are_tried_again(rank: int) -> None:
+    data = [{"input_ids": ids[0], "labels": ids[0]} for ids in token_batches(8, batch=1)]
+    arguments = TrainingArguments(auto_find_batch_size=True, use_cpu=True, report_to="none")
+    with pytest.raises(ConfigError, match="the others would wait for it; leave it off"):
+        Trainer(model=tiny_model(), args=arguments, train_dataset=data).train()
+
+
 def room_for_one_store_is_room_for_its_sums(rank: int) -> None:
     run = training()
     store = sum(run.engine.host_bytes_by_kind().values())
@@ -120,6 +147,9 @@ CASES = (
     parameters_whose_gradients_nobody_averages,
     loaded_weights_are_taken_over,
     steps_in_backward,
+    optimizers_without_a_kernel,
+    values_that_are_clipped,
+    batches_that_are_tried_again,
     room_for_one_store_is_room_for_its_sums,
 )
 
@@ -134,7 +164,7 @@ def main() -> None:
 
 
 def test_ranks_refuse_what_they_cannot_share() -> None:
-    require_success(run_ranks(__file__, 2))
+    require_success(run_ranks(__file__, 2, ACCELERATE_USE_CPU="true"))
 
 
 if __name__ == "__main__":
