@@ -18,14 +18,14 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _FAILED = ctypes.c_void_p(-1).value
 
 Pages = ctypes.Array[ctypes.c_char]
-"""They are unmapped when nothing refers to them or their buffer any more."""
+"""Mapped pages. The kernel gets them back when nothing refers to them or to their buffer."""
 
 
 def map_pages(size_bytes: int, file: int = -1, offset: int = 0) -> Pages:
-    """Whole pages, zero where nobody wrote: of this process, or of a ``file`` for all that map it. Huge where the kernel can
-    (else they are only slower), and not mapped in forks: these would copy the page tables, writes would move registered pages
-    from where the driver knows them, and a fork that outlives its process would hold the file. A ``HostMemoryError`` with size
-    and remedy where the kernel refuses."""
+    """Maps whole pages, zero where nobody wrote: private to this process, or shared by all that map the descriptor ``file``.
+    They are huge where the kernel can; else they are only slower. Forked processes don't get them: a fork would copy the page
+    tables, a later write would move registered pages away from where the driver knows them, and a fork that outlives its
+    process would hold the file. Raises a ``HostMemoryError``, with size and remedy, where the kernel refuses."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if file < 0 else mmap.MAP_SHARED
     address = _libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, offset)
     if address == _FAILED:

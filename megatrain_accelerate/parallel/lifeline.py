@@ -2,8 +2,8 @@
 
 A thread watches the other ranks' processes by ``pidfd_open``: such a descriptor tells that a process has ended even while the
 data loaders that it forked live on, in which a socket of its would stay open. A rank that fails writes its cause where the
-others read it. And each writes where it met the others last: a rank that waits for one that is alive, but stopped or in an
-endless loop, says for which, and ends when it has waited for ``ddp_timeout``.
+others read it. Each rank also writes the place where it last came to meet the others. A rank that waits there for one that is
+alive, but stopped or in an endless loop, says for which, and ends shortly before ``ddp_timeout``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GRACE_SECONDS = 0.5
 _NOTICE_SECONDS = 120.0
 """How long a rank waits for another before it says so. Plans and checkpoints of the largest models take as long."""
 _SHARE_OF_TIMEOUT = 0.9
-"""After so much of it a rank ends that waits for another: before a collective does, which wouldn't name it."""
+"""The share of ``ddp_timeout`` after which a rank that waits ends: before the collective does, which names nobody."""
 
 
 class _Notice(ctypes.Structure):
@@ -46,18 +46,16 @@ class _Notice(ctypes.Structure):
 
 
 class Lifeline:
-    """Ends this process within a second when another rank has died or raised, and prints which one and why; later where
-    another doesn't come to where this one waits."""
+    """Ends this process within a second when another rank has died or raised, and prints which one and why. It does so later,
+    near the timeout, when another doesn't come to a meeting (of :class:`Ranks`) where this one waits."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._rank = ranks, ranks.rank
         self._notices = SharedFile(ranks).rows(_Notice)
         self._processes = ranks.gather(os.getpid())
         self._watched = {os.pidfd_open(pid): rank for rank, pid in enumerate(self._processes) if rank != ranks.rank}
-        self._waits_for: tuple[int, list[int]] = 0, []
-        """The number of this rank's last meeting, and who hasn't come to it."""
-        self._since, self._is_told = 0.0, False
-        """Since when that is so, and whether somebody was told."""
+        self._since, self._has_printed = time.monotonic(), False
+        """When this rank's last meeting began, and whether it has printed that it waits there."""
         self._hook_before, sys.excepthook = sys.excepthook, self._report
         # Not atexit, which doesn't run in ranks that a notebook's launcher forked. Processes that a rank forks don't run this.
         Finalize(None, self._leave, exitpriority=0)
@@ -107,27 +105,28 @@ class Lifeline:
                 del self._watched[descriptor]
 
     def _watch_meeting(self) -> None:
-        """Notes where this rank has met the others last, and looks for whom it waits: says so after a while, once and by the
-        first of those that wait, and ends where it is no use."""
+        """Publishes this rank's meetings and place, and finds the ranks that it waits for. Prints once that it waits, if it is
+        the first of those that do; ends when waiting is useless."""
         ranks, own = self._ranks, self._notices[self._rank]
-        own.meetings, own.place = ranks.meetings, ranks.place.encode()[:_PLACE_BYTES]
+        if own.meetings != (begun := ranks.meetings):  # which the main thread may change at any time
+            self._since, self._has_printed = time.monotonic(), False
+        own.meetings, own.place = begun, ranks.place.encode(errors="replace")[:_PLACE_BYTES]
         meetings = [notice.meetings for notice in self._notices]
         missing = [rank for rank, count in enumerate(meetings) if count < own.meetings] if ranks.waits else []
-        if (own.meetings, missing) != self._waits_for:
-            self._waits_for, self._since, self._is_told = (own.meetings, missing), time.monotonic(), False
-        if not missing:
-            return
         seconds = time.monotonic() - self._since
-        first = missing[0]
-        late = f"{self._name(first)}, which was last at {self._notices[first].place.decode(errors='replace')!r}"
-        waited = f"rank {self._rank} has waited for {late}, for {seconds:.0f} s"
-        if self._notices[first].left_in_order and seconds > 2 * _GRACE_SECONDS:
-            self._end(f"{self._name(first)} has ended before, without an error. {_SAME}")
-        if seconds > _SHARE_OF_TIMEOUT * ranks.timeout.total_seconds():
-            self._end(f"{waited} (ddp_timeout)")
-        if seconds > _NOTICE_SECONDS and not self._is_told and meetings.index(own.meetings) == self._rank:
-            self._is_told = True
-            print(f"megatrain: {waited}, and goes on waiting", file=sys.stderr, flush=True)
+        gone = [rank for rank in missing if self._notices[rank].left_in_order]
+        if gone and seconds > _GRACE_SECONDS:
+            self._end(f"{self._name(gone[0])} has ended before, without an error. {_SAME}")
+        if missing and seconds > _SHARE_OF_TIMEOUT * ranks.timeout.total_seconds():
+            self._end(f"{self._waited(missing[0], seconds)} (ddp_timeout)")
+        is_first = max(meetings[: self._rank], default=-1) < own.meetings
+        if missing and seconds > _NOTICE_SECONDS and is_first and not self._has_printed:
+            self._has_printed = True
+            print(f"megatrain: {self._waited(missing[0], seconds)}, and goes on waiting", file=sys.stderr, flush=True)
+
+    def _waited(self, other: int, seconds: float) -> str:
+        place = self._notices[other].place.decode(errors="replace")
+        return f"rank {self._rank} has waited for {self._name(other)}, which was last at {place!r}, for {seconds:.0f} s"
 
     def _end(self, cause: str) -> None:
         print(f"megatrain: {cause}. Rank {self._rank} ends, too; resume from the last checkpoint", file=sys.stderr, flush=True)

@@ -32,7 +32,7 @@ class Ranks:
         self.meetings, self.waits = 0, False
         """How often this rank has begun to exchange something with all others, and whether it waits for them now."""
         self.place = "the beginning"
-        """Where they met last."""
+        """The place that this rank last gave to :meth:`meet`."""
         self._control = dist.new_group(backend="gloo", timeout=self.timeout)
         machines = len(set(self.gather(Path("/proc/sys/kernel/random/boot_id").read_text())))
         if machines > 1:
@@ -42,7 +42,7 @@ class Ranks:
             )
         cpus = self.gather(os.sched_getaffinity(0))
         self.on_these_cpus = sum(not cpus[self.rank].isdisjoint(others) for others in cpus)
-        """Ranks that may run on a CPU of this one's: all, unless each is bound to those near its GPU."""
+        """How many ranks, this one included, may run on this one's CPUs: all, unless each is bound to those near its GPU."""
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The ``value`` of the rank ``source``, on all ranks. Anything that can be pickled."""
@@ -67,6 +67,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def _meeting(self) -> Iterator[None]:
+        """Counts a collective, and tells the lifeline's thread while this rank waits in it. For one thread at a time."""
         self.meetings, self.waits = self.meetings + 1, True
         try:
             yield
@@ -94,7 +95,7 @@ class Ranks:
 
 
 def _timeout_of(group: Any) -> datetime.timedelta:
-    """What the group was made with."""
+    """The timeout that the group was made with."""
     for device in ("cuda", "cpu"):
         with contextlib.suppress(RuntimeError, AttributeError):
             timeout: datetime.timedelta = group._get_backend(torch.device(device)).options._timeout
