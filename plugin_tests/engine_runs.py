@@ -71,11 +71,7 @@ def train_streamed(
             norms.append(float(engine.runtime.clip_grad_norm(model.parameters(), max_norm)))
         optimizer.step()
         optimizer.zero_grad()
-    engine.bring_states()
-    masters = masters_of(engine, model)
-    weights = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
-    engine.close()
-    return PlainRun(losses, norms, masters, weights)
+    return _ended(engine, model, losses, norms)
 
 
 def train_on_means(
@@ -103,11 +99,15 @@ def train_on_means(
                 parameter.grad.copy_(sums[name] * (1 / ranks))
         optimizer.step()
         optimizer.zero_grad()
+    return _ended(engine, model, losses, [])
+
+
+def _ended(engine: Engine, model: nn.Module, losses: list[float], norms: list[float]) -> PlainRun:
     engine.bring_states()
     masters = masters_of(engine, model)
     weights = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
     engine.close()
-    return PlainRun(losses, [], masters, weights)
+    return PlainRun(losses, norms, masters, weights)
 
 
 def masters_of(engine: Engine, model: nn.Module) -> dict[str, torch.Tensor]:

@@ -10,7 +10,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from forked_process import run_in_forks
 from fresh_process import clean_environment
@@ -67,6 +69,12 @@ def require_success(results: Sequence[tuple[int, str]]) -> None:
     """All ranks ended in order."""
     for rank, (status, output) in enumerate(results):
         assert status == 0, f"rank {rank} ended with {status}:\n{output}"
+
+
+def runs_of(file: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """What each rank's script, which is given the folder and the number of ranks, has saved as its number with ``.pt``."""
+    require_success(run_ranks(file, ranks, folder, str(ranks)))
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
 def end_of_stock_run() -> None:

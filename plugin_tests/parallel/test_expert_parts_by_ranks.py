@@ -4,7 +4,6 @@ share of the experts cuts parts where it likes, and a part may be one rank's alt
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import plain_torch
@@ -14,7 +13,7 @@ from engine_runs import attach, train_on_means, train_streamed
 from outline_cache import remembering
 from part_models import EXPERTS, tiny_experts
 from plain_torch import PlainRun, token_batches
-from rank_runs import join_ranks, require_success, run_ranks
+from rank_runs import join_ranks, runs_of
 
 from megatrain_accelerate.gradients import exchange
 from megatrain_accelerate.plan import device_plan
@@ -97,20 +96,14 @@ def main() -> None:
     torch.save(runs, f"{folder}/{rank}.pt")
 
 
-def runs_of(ranks: int, folder: Path) -> list[dict[str, PlainRun]]:
-    """Of each rank, each training by name."""
-    require_success(run_ranks(__file__, ranks, folder, str(ranks)))
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, PlainRun]]:
-    return runs_of(2, tmp_path_factory.mktemp("two"))
+    return runs_of(__file__, 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, PlainRun]]:
-    return runs_of(3, tmp_path_factory.mktemp("three"))
+    return runs_of(__file__, 3, tmp_path_factory.mktemp("three"))
 
 
 @pytest.fixture(params=["two", pytest.param("three", marks=pytest.mark.long)])

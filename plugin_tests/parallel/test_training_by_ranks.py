@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import plain_torch
@@ -12,7 +11,7 @@ import torch
 from engine_runs import train_on_means, train_streamed
 from outline_cache import remembering
 from plain_torch import PlainRun, tiny_model, token_batches, train_bf16_with_masters
-from rank_runs import join_ranks, require_success, run_ranks
+from rank_runs import join_ranks, runs_of
 
 from megatrain_accelerate.plan import device_plan
 
@@ -82,25 +81,19 @@ def main() -> None:
     torch.save(runs, f"{folder}/{rank}.pt")
 
 
-def runs_of(ranks: int, folder: Path) -> list[dict[str, PlainRun]]:
-    """Of each rank, each training by name."""
-    require_success(run_ranks(__file__, ranks, folder, str(ranks)))
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, PlainRun]]:
-    return runs_of(2, tmp_path_factory.mktemp("two"))
+    return runs_of(__file__, 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, PlainRun]]:
-    return runs_of(3, tmp_path_factory.mktemp("three"))
+    return runs_of(__file__, 3, tmp_path_factory.mktemp("three"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, PlainRun]]:
-    return runs_of(4, tmp_path_factory.mktemp("four"))
+    return runs_of(__file__, 4, tmp_path_factory.mktemp("four"))
 
 
 @pytest.fixture(params=["two", *(pytest.param(more, marks=pytest.mark.long) for more in ("three", "four"))])
