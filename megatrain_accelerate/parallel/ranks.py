@@ -19,7 +19,10 @@ import torch.distributed as dist
 
 from megatrain_accelerate.errors import RankError, UnsupportedError
 
-_DEFAULT_TIMEOUT = datetime.timedelta(seconds=1800)
+_DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
+"""That of the Trainer's ``ddp_timeout``. The largest checkpoints take longer than :data:`_NCCL_TIMEOUT`, torch's own for NCCL,
+which a script of Accelerate has that sets none."""
+_NCCL_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 class Ranks:
@@ -95,9 +98,9 @@ class Ranks:
 
 
 def _timeout_of(group: Any) -> datetime.timedelta:
-    """The timeout that the group was made with."""
+    """The timeout that the group was made with, or the default where somebody has set none."""
     for device in ("cuda", "cpu"):
         with contextlib.suppress(RuntimeError, AttributeError):
             timeout: datetime.timedelta = group._get_backend(torch.device(device)).options._timeout
-            return timeout
+            return _DEFAULT_TIMEOUT if timeout == _NCCL_TIMEOUT else timeout
     return _DEFAULT_TIMEOUT
