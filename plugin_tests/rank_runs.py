@@ -77,6 +77,33 @@ def runs_of(file: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
+def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """A collator: a batch of texts of their own lengths."""
+    length = max(len(row["input_ids"]) for row in rows)
+    filled = [row["input_ids"] + [0] * (length - len(row["input_ids"])) for row in rows]
+    mask = [[1] * len(row["input_ids"]) + [0] * (length - len(row["input_ids"])) for row in rows]
+    ids, mask_BT = torch.tensor(filled), torch.tensor(mask)
+    return {"input_ids": ids, "attention_mask": mask_BT, "labels": ids.masked_fill(mask_BT == 0, -100)}
+
+
+def common_arguments(folder: str) -> dict[str, Any]:
+    """Of each Trainer, ours and stock."""
+    return {
+        "output_dir": folder,
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "max_grad_norm": 0.5,
+    }
+
+
 def end_of_stock_run() -> None:
     """Ends a process of stock data parallelism at once: gloo's threads have crashed the interpreter at its exit, and hung."""
     if "MEGATRAIN_DISABLE" in os.environ:

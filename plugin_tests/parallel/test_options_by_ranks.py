@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_runs import end_of_stock_run, require_success, run_ranks
+from rank_runs import common_arguments, end_of_stock_run, padded, require_success, run_ranks
 
 RANKS = 2
 Found = list[dict[str, float]]
@@ -36,34 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Of the Trainer."""
 
 
-def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    length = max(len(row["input_ids"]) for row in rows)
-    filled = [row["input_ids"] + [0] * (length - len(row["input_ids"])) for row in rows]
-    mask = [[1] * len(row["input_ids"]) + [0] * (length - len(row["input_ids"])) for row in rows]
-    ids, mask_BT = torch.tensor(filled), torch.tensor(mask)
-    return {"input_ids": ids, "attention_mask": mask_BT, "labels": ids.masked_fill(mask_BT == 0, -100)}
-
-
 def metrics(predicted: Any) -> dict[str, float]:
     return {"rows": float(len(predicted.predictions)), "size": float(abs(predicted.predictions).sum() / 1e3)}
-
-
-def common(folder: str) -> dict[str, Any]:
-    """Arguments of each Trainer."""
-    return {
-        "output_dir": folder,
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "max_grad_norm": 0.5,
-    }
 
 
 def logged(trainer: Any) -> Found:
@@ -84,7 +58,7 @@ def train_with(option: str, folder: str) -> Found:
 
     lengths = itertools.cycle([9, 24, 16, 5, 30])
     data = [{"input_ids": ids[0, : next(lengths)].tolist()} for ids in token_batches(64, batch=1)]
-    arguments = TrainingArguments(**{**common(folder), **OPTIONS[option]})
+    arguments = TrainingArguments(**{**common_arguments(folder), **OPTIONS[option]})
     trainer = Trainer(
         model=tiny_model(),
         args=arguments,
@@ -109,7 +83,7 @@ def reward_modelling(folder: str) -> Found:
 
     torch.manual_seed(0)
     model = Qwen2ForSequenceClassification(tiny_config(num_labels=1, pad_token_id=0))
-    arguments = RewardConfig(**common(folder), bf16=False)
+    arguments = RewardConfig(**common_arguments(folder), bf16=False)
     trainer = RewardTrainer(model=model, args=arguments, train_dataset=preferences(32), processing_class=tokenizer())
     trainer.train()
     return logged(trainer)
@@ -129,7 +103,7 @@ def grpo(folder: str) -> Found:
         tiny_model().save_pretrained(f"{folder}/model")  # where the reference's weights are read from
     torch.distributed.barrier()
     few = {"max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "bf16": False}
-    arguments = GRPOConfig(**{**common(folder), **few}, num_generations=4, max_completion_length=8, beta=0.1)
+    arguments = GRPOConfig(**{**common_arguments(folder), **few}, num_generations=4, max_completion_length=8, beta=0.1)
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32)
     how = {"args": arguments, "train_dataset": prompts(16), "processing_class": tokenizer()}
     trainer = GRPOTrainer(model=model, reward_funcs=lengths_of, **how)

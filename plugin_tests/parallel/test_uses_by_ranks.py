@@ -13,17 +13,9 @@ from typing import Any
 import pytest
 import torch
 from fresh_process import run_command
-from rank_runs import end_of_stock_run
+from rank_runs import common_arguments, end_of_stock_run, padded
 
 USES = ("lora", "tied weights", "no clipping", "sft", "dpo", "a bare loop")
-
-
-def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    length = max(len(row["input_ids"]) for row in rows)
-    filled = [row["input_ids"] + [0] * (length - len(row["input_ids"])) for row in rows]
-    mask = [[1] * len(row["input_ids"]) + [0] * (length - len(row["input_ids"])) for row in rows]
-    ids, mask_BT = torch.tensor(filled), torch.tensor(mask)
-    return {"input_ids": ids, "attention_mask": mask_BT, "labels": ids.masked_fill(mask_BT == 0, -100)}
 
 
 def trainer_of(use: str, folder: str) -> Any:
@@ -33,20 +25,7 @@ def trainer_of(use: str, folder: str) -> Any:
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
     from trl_runs import preferences, texts, tokenizer
 
-    common: dict[str, Any] = {
-        "output_dir": folder,
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "max_grad_norm": 0.0 if use == "no clipping" else 0.5,
-    }
+    common = common_arguments(folder) | ({"max_grad_norm": 0.0} if use == "no clipping" else {})
     model = tiny_model(tie_word_embeddings=use == "tied weights")
     if use == "lora":
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
