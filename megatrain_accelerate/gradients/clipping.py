@@ -25,15 +25,7 @@ class NormTable:
         memory = HostMemory(4 * count, register=register)
         memory.register()
         self.norms = memory.tensor(0, (count,), torch.float32)
-        self._of_units: dict[int, torch.Tensor] = {}
         self.close = memory.close
-
-    def of_unit(self, unit: HostUnit) -> torch.Tensor:
-        """The unit's rows: one for each trainable entry, in entry order."""
-        if id(unit) not in self._of_units:
-            start = next((state.row for state in unit.states if state.row is not None), 0)
-            self._of_units[id(unit)] = self.norms[start : start + len(unit.layout.trainable_entries)]
-        return self._of_units[id(unit)]
 
     def copies(self, states: Sequence[ParameterState], norms: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Where the norms of these trained parameters' gradients go, in as few copies from the device as can be."""

@@ -358,8 +358,8 @@ class UnitGradients:
             self._target = unit.gradients
         own = part.unit.own_gradients
         pieces = [(self._target[run.in_unit], slot.bytes_of(run.in_slot.start, run.in_slot.stop)) for run in own]
-        norms = offloader.norms.of_unit(unit)
-        of_norms = [] if self._left else [(norms, slot.norms[: norms.numel()])]
+        trainable = self._layer.trainable
+        of_norms = [] if self._left else offloader.norms.copies(trainable, slot.norms[: len(trainable)])
         slot.grads_copied_event = offloader.send(part.name, slot.grads_ready_event, pieces, of_norms)
         return slot.grads_copied_event.synchronize
 
@@ -383,7 +383,6 @@ class UnitGradients:
         for addition in () if self._left else self._additions:
             if addition.running is not None:
                 addition.state.handle.note_fp32_sum()  # of ``parameter.grad``, from now on
-        norms = offloader.norms.of_unit(unit)
         takes_norms = not self._left and self._is_last and offloader.gradients_complete()
 
         def add() -> None:
@@ -391,7 +390,7 @@ class UnitGradients:
             for addition, row in zip(self._additions, self.rows, strict=True):
                 addition.add(views[row], offloader.kernels, part.unit.of)
                 if takes_norms:
-                    total, norms[row] = addition.total_and_norm(offloader.sums, unit)
+                    total, offloader.norms.norms[addition.state.row] = addition.total_and_norm(offloader.sums, unit)
                     addition.state.note_norm(total)
 
         ticket = offloader.worker.submit(f"accumulate ({part.name})", add)
