@@ -38,6 +38,7 @@ class Exchange:
         self.in_parts: set[int | None] = set()
         """Rows whose norm in the table is, or will be, that of what this rank steps alone."""
         sizes = self.buffer_bytes(layouts, shared.ranks.size)
+        self.device_bytes = sum(sizes)
         self._sent, self._received = (torch.zeros(size, dtype=torch.uint8, device=streams.device) for size in sizes)
         self._made_event, self._means_event = streams.event(), streams.event()
 
@@ -48,11 +49,6 @@ class Exchange:
         of_bucket = _BUCKET_BYTES + 4 * ranks  # the ranks' parts are equal, the last one padded
         shares = [layout.share_of(rank, ranks) for layout in layouts for rank in range(ranks)]
         return of_bucket, max([of_bucket, *(ranks * (share.end_byte - share.begin_byte) for share in shares)])
-
-    @property
-    def device_bytes(self) -> int:
-        """Of the buffers for what this rank sends at a time, and gets."""
-        return self._sent.numel() + self._received.numel()
 
     def trial(self) -> int:
         """Makes the means of zeros, to be timed; called by all ranks together. Returns the bytes that were exchanged."""

@@ -74,6 +74,8 @@ class GradientOffloader:
         # Those that pass through the host do so unit by unit, since that is how they are stepped.
         self._largest_unit = max(layout.gradient_bytes for layout in (*layers, *experts))
         self._largest = max(layout.gradient_bytes for layout in (*layers, *parts))
+        self.slot_bytes, self.staging_bytes = GRADIENT_SLOTS * self._largest, _STAGING_BUFFERS * self._largest
+        """Of the slots, and of the buffers on the host in which gradients wait to be added to earlier ones, made or not."""
         self._most_parameters = max(len(layout.trainable_entries) for layout in (*layers, *parts))
         self._passes = passes and self._largest > 0
         self.exchange = None if shared is None else Exchange(shared, streams, layers)
@@ -117,8 +119,7 @@ class GradientOffloader:
         if not needed:
             self.slots.clear()
         elif not self.slots and self._largest:
-            new = (GradientSlot(self._largest, self._most_parameters, self.streams) for _ in range(GRADIENT_SLOTS))
-            self.slots.extend(new)
+            self.slots.extend(GradientSlot(self._largest, self._most_parameters, self.streams) for _ in range(GRADIENT_SLOTS))
 
     def begin(
         self, layer: Streamed, found: Container[int] | None = None, parts: int = 1, is_last: bool = True
@@ -150,17 +151,8 @@ class GradientOffloader:
         return taken
 
     @property
-    def slot_bytes(self) -> int:
-        return GRADIENT_SLOTS * self._largest
-
-    @property
     def device_bytes(self) -> int:
         return sum(slot.buffer.numel() for slot in self.slots)
-
-    @property
-    def staging_bytes(self) -> int:
-        """Host memory of the buffers in which gradients wait to be added to earlier ones, made or not."""
-        return _STAGING_BUFFERS * self._largest
 
     def offload(self, layer: Streamed, found: dict[int, torch.Tensor]) -> None:
         """Sends gradients, by place among a layer's trainable parameters, to ``parameter.grad``."""

@@ -67,11 +67,8 @@ class Gather:
                 target.copy_(source, non_blocking=True)
         if unit.device_states is not None:
             unit.device_states.read_event.record(stream)
-        self._run(buffer, size_bytes, name)
-        return copied_bytes
-
-    def _run(self, buffer: torch.Tensor, size_bytes: int, name: str) -> None:
         self._order.enter(name)
-        part = part_bytes(size_bytes, self._ranks.size)
-        own = buffer[self._ranks.rank * part : (self._ranks.rank + 1) * part]
-        all_gather(buffer[: self._ranks.size * part], own, group=self._group)
+        part = part_bytes(size_bytes, ranks.size)
+        own = buffer[ranks.rank * part : (ranks.rank + 1) * part]
+        all_gather(buffer[: ranks.size * part], own, group=self._group)
+        return copied_bytes

@@ -38,7 +38,8 @@ class Prefetcher:
         self._largest = max((layer.unit.layout.weight_bytes for layer in layers), default=0)
         if gather is not None:
             self._largest = gather.slot_bytes(self._largest)
-        self.slot_count = slots
+        self.slot_count, self.shared_bytes = slots, slots * self._largest
+        """Of the shared slots, made or not."""
         self.slots: list[WeightSlot] = []
         self.own_slots: dict[int, WeightSlot] = {}
         """Slots of single layers, that are held or whose units live on the device, by the layer's index."""
@@ -61,11 +62,6 @@ class Prefetcher:
 
     def _new_slot(self, size_bytes: int) -> WeightSlot:
         return WeightSlot(torch.empty(size_bytes, dtype=torch.uint8, device=self._streams.device), self._streams)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Of the shared slots, where any layer needs them."""
-        return self.slot_count * self._largest
 
     @property
     def device_bytes(self) -> int:
@@ -235,8 +231,7 @@ class Prefetcher:
         """The slot with a layer for which all ranks ask, who choose alike."""
         slot = self._slot_of(layer, together=True) or self._choose(layer, set())
         slot.last_gathered = next(self._clock)
-        if self._chosen:
-            self._issue(until=slot)
+        self._issue(until=slot)
         if slot.holder != slot.gathered:
             self.fill(slot, layer)
         return slot
