@@ -209,18 +209,17 @@ class GradientOffloader:
 
     def send(self, name: str, ready_event: Any, copies: Copies, norms: Copies) -> Any:
         """Issues copies of gradients and norms to the host, behind ``ready_event``; returns an event of their own."""
-        d2h_stream, size = self.streams.d2h_stream, sum(target.nbytes for target, _ in copies)
+        d2h_stream = self.streams.d2h_stream
         with self.streams.on(d2h_stream), named_range(f"megatrain::copy_gradients ({name})"):
             # RAW: gradients and norms must be finished.
             d2h_stream.wait_event(ready_event)
-            with self.meter.copying(Cause.D2H, size):
+            with self.meter.copying(Cause.D2H, sum(target.nbytes for target, _ in copies)):
                 for target, source in copies:
                     target.copy_(source, non_blocking=True)
             for target, source in norms:
                 target.copy_(source, non_blocking=True)
             self.last_copied_event = self.streams.event()
             self.last_copied_event.record(d2h_stream)
-        self.meter.counters.d2h_bytes += size
         return self.last_copied_event
 
     def prepare_accumulation(self) -> HostBuffers | None:

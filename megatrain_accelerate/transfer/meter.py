@@ -134,11 +134,13 @@ class Meter:
         return _Timed(self, self._streams.compute_stream, lambda ms: self.counters.add(cause, wait_ms=ms))
 
     def copying(self, direction: Cause, copied_bytes: int, beside_compute: bool = False) -> _Timed:
-        """Times the copies that the body issues; to be entered on their stream, behind what the stream waits for. Those
-        ``beside_compute`` are the step worker's; others hold up compute in the CPU stand-in."""
-
+        """Counts and times the copies that the body issues; to be entered on their stream, behind what the stream waits for.
+        Those ``beside_compute`` are the step worker's, counted when they were announced; others hold up compute in the CPU
+        stand-in."""
         streams = self._streams
         holds_up = not streams.is_cuda and not beside_compute
+        if not beside_compute:
+            vars(self.counters)[direction + "_bytes"] += copied_bytes
 
         def add(copy_ms: float) -> None:
             self.counters.add(direction, copied_bytes=copied_bytes, copy_ms=copy_ms, wait_ms=copy_ms if holds_up else 0.0)

@@ -306,7 +306,6 @@ class Prefetcher:
         unit.register_weights()  # the first time: what moves to the device before is never registered
         refused_at = self._refused_at.pop(index, None)
         slot.late_ms = 0.0 if refused_at is None else 1e3 * (time.perf_counter() - refused_at)
-        copied_bytes = unit.layout.weight_bytes
         if index in self.own_slots:  # all_held() may have given it out, and its readers don't tell when they are done
             slot.compute_finished_event.record(self._streams.compute_stream)
         h2d_stream = self._streams.h2d_stream
@@ -315,13 +314,12 @@ class Prefetcher:
             h2d_stream.wait_event(slot.compute_finished_event)
             if together and self.gather is not None:
                 assert isinstance(unit, HostUnit)
-                copied_bytes = self.gather.fetch(unit, slot.buffer, slot.bytes_of, layer.name, self._meter, h2d_stream)
+                self.gather.fetch(unit, slot.buffer, layer.name, self._meter, h2d_stream)
             else:
-                with self._meter.copying(Cause.H2D, copied_bytes):
+                with self._meter.copying(Cause.H2D, unit.layout.weight_bytes):
                     for source, target in unit.pieces(slot.bytes_of):
                         target.copy_(source, non_blocking=True)
             slot.params_copied_event.record(h2d_stream)
         self._last_copied_event = slot.params_copied_event
         slot.holder = (index, unit.version)
-        self._meter.counters.h2d_bytes += copied_bytes
         self._meter.counters.weight_fetches += 1
