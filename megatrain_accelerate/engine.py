@@ -42,7 +42,6 @@ from megatrain_accelerate.progress import progress_bar
 from megatrain_accelerate.store.host_limits import anonymous_bytes, promising, require_host_bytes, settings_that_take_less
 from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.shared_store import SharedStore
-from megatrain_accelerate.store.step_worker import StepWorker
 from megatrain_accelerate.store.unit import HostUnit, planned_host_bytes
 from megatrain_accelerate.transfer.meter import Meter
 from megatrain_accelerate.transfer.streams import Streams
@@ -108,7 +107,7 @@ class Engine:
         self.bf16 = bf16
         self._freed_bytes = freed_bytes
         self._handles: list[Any] = []
-        self._untile_head: Callable[[], None] | None = None
+        self._untile_head: Callable[[], None] = lambda: None
         self._places: dict[str, list[tuple[str, str, nn.Module | nn.Parameter, str]]] = {}
         """By module's name, what it holds that was adopted: registry, key, value, name in errors."""
         self._is_in_forward = False
@@ -175,18 +174,10 @@ class Engine:
                         part.unit.passes_gradients = config.passes_gradients
                 for resident in discovery.residents:
                     unit = make_unit(resident.name, resident.parameters)
-                    group = ResidentGroup(resident.name, unit, resident.layers_before, streams=streams, meter=meter)
-                    groups.append(group)
+                    groups.append(ResidentGroup(resident.name, unit, resident.layers_before, streams=streams, meter=meter))
                 adoption.finish()
             self.runtime = StreamingRuntime(
-                layers,
-                groups,
-                streams=streams,
-                meter=meter,
-                kernels=self.kernels,
-                worker=StepWorker(),
-                config=config,
-                shared=self._shared_store,
+                layers, groups, streams=streams, meter=meter, kernels=self.kernels, config=config, shared=self._shared_store
             )
             if ranks is not None:
                 ranks.meet("adopting the model")  # the first rank's values are there
@@ -269,8 +260,7 @@ class Engine:
     def _detach(self, streamed: Sequence[StreamedLayer]) -> None:
         for handle in self._handles:
             remove_hook(handle)
-        if self._untile_head is not None:
-            self._untile_head()
+        self._untile_head()
         for layer in streamed:
             remove_proxy(layer.module, layer.forward)
 

@@ -5,7 +5,6 @@ backward ends. Norms of a model that lives on the device whole travel then, and 
 from __future__ import annotations
 
 import collections
-import functools
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from megatrain_accelerate.gradients.buffers import Addition, HostBuffers, not_st
 from megatrain_accelerate.gradients.clipping import NormTable
 from megatrain_accelerate.gradients.exchange import Exchange
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums, gradient_norms
-from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.shared_store import SharedStore
@@ -24,7 +22,7 @@ from megatrain_accelerate.store.step_worker import StepWorker, Ticket
 from megatrain_accelerate.store.unit import PASSING_BUFFERS, HostUnit
 from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.transfer.parts import Fetched, Stepped, Streamed
-from megatrain_accelerate.transfer.streams import GradientSlot, Streams
+from megatrain_accelerate.transfer.streams import GradientSlot
 
 Copies = Sequence[tuple[torch.Tensor, ...]]
 """Pairs of memory on the host, and what on the device is to be copied there."""
@@ -57,20 +55,17 @@ class GradientOffloader:
         layers: Sequence[FlatLayout],
         experts: Sequence[FlatLayout],
         parts: Sequence[FlatLayout],
-        *,
-        streams: Streams,
         worker: StepWorker,
-        kernels: HostKernels,
         meter: Meter,
         norms: NormTable,
         sums: Fp32Sums,
-        steppers: Sequence[UnitStepper],
+        *,
         passes: bool,
         shared: SharedStore | None = None,
     ) -> None:
-        self.streams, self.worker, self.kernels, self.meter = streams, worker, kernels, meter
-        self.norms, self.sums, self.steppers = norms, sums, steppers
-        self._buffers_of = functools.partial(HostBuffers, register=streams.is_cuda, meter=meter)
+        self.streams, self.worker, self.meter, self.norms, self.sums = meter.streams, worker, meter, norms, sums
+        self.steppers: list[UnitStepper] = []
+        """The optimizers that step the parameters."""
         # Those that pass through the host do so unit by unit, since that is how they are stepped.
         self._largest_unit = max(layout.gradient_bytes for layout in (*layers, *experts))
         self._largest = max(layout.gradient_bytes for layout in (*layers, *parts))
@@ -78,7 +73,7 @@ class GradientOffloader:
         """Of the slots, and of the buffers on the host in which gradients wait to be added to earlier ones, made or not."""
         self._most_parameters = max(len(layout.trainable_entries) for layout in (*layers, *parts))
         self._passes = passes and self._largest > 0
-        self.exchange = None if shared is None else Exchange(shared, streams, layers)
+        self.exchange = None if shared is None else Exchange(shared, meter.streams, layers)
         """What makes gradients the means of several ranks'."""
         self.slots: collections.deque[GradientSlot] = collections.deque()
         """In the order in which they are next written."""
@@ -111,7 +106,7 @@ class GradientOffloader:
         for unit in units:
             unit.allocate("gradients")
         if self.promised_bytes:
-            self.passing = self._buffers_of(PASSING_BUFFERS, self._largest_unit)
+            self.passing = HostBuffers(PASSING_BUFFERS, self._largest_unit, self.meter)
 
     def allocate_slots(self, needed: bool = True) -> None:
         """Gets ready for gradients. Slots are ``needed`` if any layer's leave the device; else they are given back."""
@@ -226,7 +221,7 @@ class GradientOffloader:
         """Makes staging buffers, which it returns, and fp32 sums, once. Raises a HostMemoryError if the sums don't fit."""
         self.sums.prepare(0 if self._staging is not None else self.staging_bytes)
         if self._staging is None and self._largest:
-            self._staging = self._buffers_of(_STAGING_BUFFERS, self._largest)
+            self._staging = HostBuffers(_STAGING_BUFFERS, self._largest, self.meter)
         return self._staging
 
     def wait(self) -> None:
@@ -379,7 +374,7 @@ class UnitGradients:
         def add() -> None:
             copied_event.synchronize()
             for addition, row in zip(self._additions, self.rows, strict=True):
-                addition.add(views[row], offloader.kernels, part.unit.of)
+                addition.add(views[row], offloader.sums, part.unit.of)
                 if takes_norms:
                     total, offloader.norms.norms[addition.state.row] = addition.total_and_norm(offloader.sums, unit)
                     addition.state.note_norm(total)

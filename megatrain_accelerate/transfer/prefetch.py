@@ -14,7 +14,7 @@ from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.gather import Gather
 from megatrain_accelerate.transfer.meter import Cause, Meter, named_range
 from megatrain_accelerate.transfer.parts import Fetched
-from megatrain_accelerate.transfer.streams import Streams, WeightSlot
+from megatrain_accelerate.transfer.streams import WeightSlot
 
 
 class Prefetcher:
@@ -27,14 +27,11 @@ class Prefetcher:
     What several ranks ``gather`` they ask for ``together``; :mod:`.gather` says by which rules they do so alike.
     """
 
-    def __init__(
-        self, layers: Sequence[Fetched], slots: int, streams: Streams, meter: Meter, gather: Gather | None = None
-    ) -> None:
+    def __init__(self, layers: Sequence[Fetched], slots: int, meter: Meter, gather: Gather | None = None) -> None:
         self._layers, self.gather = layers, gather
         self.gathers = False
         """Whether training passes fetch together; set by the plan, on all ranks."""
-        self._streams = streams
-        self._meter = meter
+        self._streams, self._meter = meter.streams, meter
         self._largest = max((layer.unit.layout.weight_bytes for layer in layers), default=0)
         if gather is not None:
             self._largest = gather.slot_bytes(self._largest)
@@ -45,7 +42,7 @@ class Prefetcher:
         """Slots of single layers, that are held or whose units live on the device, by the layer's index."""
         self._held: list[int] = []
         """Layers that have a slot of :meth:`hold`, in the order in which they got it."""
-        self._last_copied_event = streams.event()
+        self._last_copied_event = self._streams.event()
         self._clock = itertools.count(1)
         self._refused_at: dict[int, float] = {}
         """When a layer's copy could have been issued but for its step, by index."""
