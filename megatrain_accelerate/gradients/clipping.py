@@ -64,16 +64,12 @@ class Clipping:
                 self._norms.norms[state.row] = self._sums.norms([state])[0]
                 state.note_norm(gradient, rewritten=True)
             rows.append(state.row)
-            if self.factors:
-                factors.append(self.factors.get(id(parameter), 1.0))
-        norms = self._norms.norms[torch.tensor(rows, dtype=torch.long)]
-        if factors:
-            norms = norms * torch.tensor(factors, dtype=torch.float32)
+            factors.append(self.factors.get(id(parameter), 1.0))
+        norms = self._norms.norms[torch.tensor(rows, dtype=torch.long)] * torch.tensor(factors, dtype=torch.float32)
         return torch.linalg.vector_norm(torch.cat([norms, *(norm.cpu().reshape(1) for norm in outside)]), 2.0)
 
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    def clip(self, parameters: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
         """See :meth:`StreamingRuntime.clip_grad_norm`; the gradients' norms must have arrived."""
-        parameters = list(parameters)
         total = self.total_norm(parameters)
         # As torch.nn.utils.clip_grad_norm_ does it, in fp32.
         factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))

@@ -156,9 +156,8 @@ class Exchange:
         ranks, dtype = self._ranks, pieces[0].dtype
         count = sum(piece.numel() for piece in pieces)
         of_rank = -(-count // ranks.size)
-        sent, received = (
-            buffer[: ranks.size * of_rank * dtype.itemsize].view(dtype) for buffer in (self._sent, self._received)
-        )
+        size_bytes = ranks.size * of_rank * dtype.itemsize
+        sent, received = (buffer[:size_bytes].view(dtype) for buffer in (self._sent, self._received))
         torch.cat(list(pieces), out=sent[:count])
         dist.all_to_all_single(received, sent)
         mean = torch.empty(of_rank, dtype=dtype, device=received.device)
