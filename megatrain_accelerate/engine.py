@@ -18,7 +18,7 @@ from torch import nn
 from megatrain_accelerate.config import MegatrainConfig, usable_cpu_count
 from megatrain_accelerate.errors import StateError, StepWorkerError, UnsupportedError
 from megatrain_accelerate.gradients.fp32_sums import BF16_REMEDY
-from megatrain_accelerate.hooks import ModelHook, by_name, remove_hook, run_pre_hooks
+from megatrain_accelerate.hooks import ModelHook, by_name, run_pre_hooks
 from megatrain_accelerate.kernels.host import HostKernels, default_thread_count
 from megatrain_accelerate.layers.attention_results import require_attention_to_keep
 from megatrain_accelerate.layers.caches import caching_modules, decide_against_a_cache
@@ -119,7 +119,10 @@ class Engine:
         self._holds_masters = training or any(p.requires_grad and p.dtype != self._dtypes[id(p)] for p in model.parameters())
         counts_sums = training and accumulates and config.accumulation_dtype == "fp32"
         self._rank_count = 1 if ranks is None else ranks.size
-        store_bytes = self._require_memory(discovery, training, counts_sums)
+        of_units = discovery.parameter_groups()
+        self.parameter_count = sum(parameter.numel() for unit in of_units for _, parameter in unit)
+        self._streamed_units = len(discovery.layers) + len(discovery.experts)
+        store_bytes = self._require_memory(of_units, training, counts_sums)
         streams = Streams(device)
         meter = Meter(streams)
         own_threads = None if ranks is None else default_thread_count(usable_cpu_count(ranks.on_these_cpus))
@@ -132,7 +135,7 @@ class Engine:
                     "exchanged for each piece of a batch, of which several processes may have unequal numbers; leave out "
                     "micro_batch_size, or set expert_parts to 1"
                 )
-            self._shared_store = SharedStore(ranks, len(discovery.parameter_groups()))
+            self._shared_store = SharedStore(ranks, len(of_units))
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []
         self.training = False
@@ -259,7 +262,10 @@ class Engine:
 
     def _detach(self, streamed: Sequence[StreamedLayer]) -> None:
         for handle in self._handles:
-            remove_hook(handle)
+            hook = (handle.hooks_dict_ref() or {}).get(handle.id)
+            handle.remove()
+            if isinstance(hook, ModelHook):
+                hook.function = None  # for a call of its module that has begun
         self._untile_head()
         for layer in streamed:
             remove_proxy(layer.module, layer.forward)
@@ -270,18 +276,14 @@ class Engine:
         kinds = {id(state.parameter): (state.entry.spec.trainable, state.entry.spec.shape) for state in adopted}
         return kinds == {id(parameter): (parameter.requires_grad, tuple(parameter.shape)) for parameter in model.parameters()}
 
-    def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
-        groups = discovery.parameter_groups()
-        layouts = [FlatLayout.of(group, self._dtypes) for group in groups]
-        self._streamed_units = len(discovery.layers) + len(discovery.experts)
-        parts = self._planned_bytes(layouts, training, fp32_sums)
+    def _require_memory(self, of_units: list[list[tuple[str, nn.Parameter]]], training: bool, fp32_sums: bool) -> int:
+        parts = self._planned_bytes([FlatLayout.of(unit, self._dtypes) for unit in of_units], training, fp32_sums)
         parts["residuals"] *= self._holds_masters
         remedy = BF16_REMEDY if fp32_sums else ""
         if training:
             remedy += settings_that_take_less(self.config, keeps_gradients=fp32_sums or self._rank_count > 1)
-        freed = self._freed_bytes + anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
+        freed = self._freed_bytes + anonymous_bytes(p for unit in of_units for _, p in unit if p.device.type == "cpu")
         require_host_bytes(parts, self.config.host_memory_gib, freed=freed, remedy=remedy, ranks=self._rank_count)
-        self.parameter_count = sum(layout.parameter_count for layout in layouts)
         return sum(parts.values())
 
     def _planned_bytes(self, layouts: list[FlatLayout], training: bool = True, fp32_sums: bool = False) -> dict[str, int]:
@@ -413,10 +415,6 @@ class Engine:
         """Blocks until all weights are those of the last step, and takes over weights written from outside."""
         self.runtime.drain()
         self.runtime.refresh_if_written()
-
-    def bring_states(self) -> None:
-        """The same of the residuals and moments on the host, too."""
-        self.runtime.bring_states()
 
     def host_bytes_by_kind(self) -> dict[str, int]:
         """Bytes of the host store now, by what they hold; nothing for units that live on the device."""
