@@ -288,7 +288,6 @@ def inputs_offloaded(
     """What autograd saves of a call's inputs while the body runs goes to the host, if gradients flow to it. Other inputs
     (masks, position embeddings) are the same tensors for all layers, and stay."""
     recording = Recording(offloader, label, [tensor for tensor in tensors if not tensor.requires_grad])
-
     with saved_tensors_hooks(
         lambda tensor: recording.place(tensor) or tensor,
         lambda packed: packed.tensor() if isinstance(packed, ParcelPlace) else packed,
