@@ -262,7 +262,7 @@ class Engine:
             hook = (handle.hooks_dict_ref() or {}).get(handle.id)
             handle.remove()
             if isinstance(hook, ModelHook):
-                hook.function = None  # for a call of its module that has begun
+                hook.function = None  # a call of its module that has begun runs it no more
         self._untile_head()
         for layer in streamed:
             remove_proxy(layer.module, layer.forward)

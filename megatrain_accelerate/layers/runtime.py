@@ -96,7 +96,8 @@ class StreamingRuntime:
         self.sums = Fp32Sums(self.units, config, streams.device, kernels, 1 if shared is None else shared.ranks.size)
         gather = None if shared is None else Gather(shared.file, shared.ranks)
         self.prefetcher = Prefetcher(self.layers, config.placement.slots, meter, gather)
-        parts, passes = [part for experts in self.experts for part in experts.parts], config.passes_gradients
+        parts = [part for experts in self.experts for part in experts.parts]
+        passes = config.passes_gradients
         layouts, of_experts, of_parts = ([at.unit.layout for at in kind] for kind in (self.layers, self.experts, parts))
         self.offloader = GradientOffloader(
             layouts, of_experts, of_parts, self.worker, meter, self.norms, self.sums, passes=passes, shared=shared

@@ -35,7 +35,8 @@ class Prefetcher:
         self._largest = max((layer.unit.layout.weight_bytes for layer in layers), default=0)
         if gather is not None:
             self._largest = gather.slot_bytes(self._largest)
-        self.slot_count, self.shared_bytes = slots, slots * self._largest
+        self.slot_count = slots
+        self.shared_bytes = slots * self._largest
         """Of the shared slots, made or not."""
         self.slots: list[WeightSlot] = []
         self.own_slots: dict[int, WeightSlot] = {}
