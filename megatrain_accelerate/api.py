@@ -67,7 +67,7 @@ def drain(model: nn.Module | None = None) -> None:
     if model is not None and not engines:
         raise UnsupportedError("drain() needs what accelerator.prepare() returned with megatrain active, or no argument")
     for engine in engines:
-        engine.bring_states()
+        engine.runtime.bring_states()
 
 
 def export_masters(model: nn.Module, folder: str | os.PathLike[str], max_shard_gib: float = 4.0) -> list[Path]:

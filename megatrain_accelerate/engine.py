@@ -18,7 +18,7 @@ from torch import nn
 from megatrain_accelerate.config import MegatrainConfig, usable_cpu_count
 from megatrain_accelerate.errors import StateError, StepWorkerError, UnsupportedError
 from megatrain_accelerate.gradients.fp32_sums import BF16_REMEDY
-from megatrain_accelerate.hooks import ModelHook, by_name, remove_hook, run_pre_hooks
+from megatrain_accelerate.hooks import ModelHook, by_name, run_pre_hooks
 from megatrain_accelerate.kernels.host import HostKernels, default_thread_count
 from megatrain_accelerate.layers.attention_results import require_attention_to_keep
 from megatrain_accelerate.layers.caches import caching_modules, decide_against_a_cache
@@ -42,7 +42,6 @@ from megatrain_accelerate.progress import progress_bar
 from megatrain_accelerate.store.host_limits import anonymous_bytes, promising, require_host_bytes, settings_that_take_less
 from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.shared_store import SharedStore
-from megatrain_accelerate.store.step_worker import StepWorker
 from megatrain_accelerate.store.unit import HostUnit, planned_host_bytes
 from megatrain_accelerate.transfer.meter import Meter
 from megatrain_accelerate.transfer.streams import Streams
@@ -106,12 +105,11 @@ class Engine:
         self.config = config
         self.device = device
         self.bf16 = bf16
-        self._freed_bytes = freed_bytes
+        self.training = self.is_closed = self._is_in_forward = False
         self._handles: list[Any] = []
-        self._untile_head: Callable[[], None] | None = None
+        self._untile_head: Callable[[], None] = lambda: None
         self._places: dict[str, list[tuple[str, str, nn.Module | nn.Parameter, str]]] = {}
         """By module's name, what it holds that was adopted: registry, key, value, name in errors."""
-        self._is_in_forward = False
         self.prepare_anew: Callable[[nn.Module], None] | None = None
         """Gives the model an engine that trains what it trains by now; set by who prepared it."""
         self._dtypes = compute_dtypes(model, bf16)
@@ -120,24 +118,25 @@ class Engine:
         self._holds_masters = training or any(p.requires_grad and p.dtype != self._dtypes[id(p)] for p in model.parameters())
         counts_sums = training and accumulates and config.accumulation_dtype == "fp32"
         self._rank_count = 1 if ranks is None else ranks.size
-        store_bytes = self._require_memory(discovery, training, counts_sums)
+        of_units = discovery.parameter_groups()
+        layouts = [FlatLayout.of(unit, self._dtypes) for unit in of_units]
+        self.parameter_count = sum(layout.parameter_count for layout in layouts)
+        self._streamed_units = len(discovery.layers) + len(discovery.experts)
+        freed_bytes += anonymous_bytes(p for unit in of_units for _, p in unit if p.device.type == "cpu")
+        store_bytes = self._require_memory(layouts, training, counts_sums, freed_bytes)
         streams = Streams(device)
         meter = Meter(streams)
         own_threads = None if ranks is None else default_thread_count(usable_cpu_count(ranks.on_these_cpus))
         self.kernels = HostKernels(config.host_threads or own_threads)
-        self._shared_store: SharedStore | None = None
-        if ranks is not None:
-            if discovery.experts and config.micro_batch_size is not None:
-                raise UnsupportedError(
-                    f"megatrain_config.micro_batch_size is {config.micro_batch_size}, and gradients of experts in parts are "
-                    "exchanged for each piece of a batch, of which several processes may have unequal numbers; leave out "
-                    "micro_batch_size, or set expert_parts to 1"
-                )
-            self._shared_store = SharedStore(ranks, len(discovery.parameter_groups()))
+        if ranks is not None and discovery.experts and config.micro_batch_size is not None:
+            raise UnsupportedError(
+                f"megatrain_config.micro_batch_size is {config.micro_batch_size}, and gradients of experts in parts are "
+                "exchanged for each piece of a batch, of which several processes may have unequal numbers; leave out "
+                "micro_batch_size, or set expert_parts to 1"
+            )
+        shared = None if ranks is None else SharedStore(ranks, len(layouts))
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []
-        self.training = False
-        self.is_closed = False
         require_layers(len(discovery.layers), config.placement)
         require_attention_to_keep(model, config.placement.kept_attention)
         try:
@@ -156,7 +155,7 @@ class Engine:
                         register=streams.is_cuda,
                         holds_masters=self._holds_masters,
                         moments_dtype=_MOMENTS[config.moments_dtype],
-                        store=self._shared_store,
+                        store=shared,
                     )
                 progress.update(unit.layout.parameter_count)
                 return unit
@@ -175,18 +174,10 @@ class Engine:
                         part.unit.passes_gradients = config.passes_gradients
                 for resident in discovery.residents:
                     unit = make_unit(resident.name, resident.parameters)
-                    group = ResidentGroup(resident.name, unit, resident.layers_before, streams=streams, meter=meter)
-                    groups.append(group)
+                    groups.append(ResidentGroup(resident.name, unit, resident.layers_before, streams=streams, meter=meter))
                 adoption.finish()
             self.runtime = StreamingRuntime(
-                layers,
-                groups,
-                streams=streams,
-                meter=meter,
-                kernels=self.kernels,
-                worker=StepWorker(),
-                config=config,
-                shared=self._shared_store,
+                layers, groups, streams=streams, meter=meter, kernels=self.kernels, config=config, shared=shared
             )
             if ranks is not None:
                 ranks.meet("adopting the model")  # the first rank's values are there
@@ -268,9 +259,11 @@ class Engine:
 
     def _detach(self, streamed: Sequence[StreamedLayer]) -> None:
         for handle in self._handles:
-            remove_hook(handle)
-        if self._untile_head is not None:
-            self._untile_head()
+            hook = (handle.hooks_dict_ref() or {}).get(handle.id)
+            handle.remove()
+            if isinstance(hook, ModelHook):
+                hook.function = None  # a call of its module that has begun runs it no more
+        self._untile_head()
         for layer in streamed:
             remove_proxy(layer.module, layer.forward)
 
@@ -280,18 +273,13 @@ class Engine:
         kinds = {id(state.parameter): (state.entry.spec.trainable, state.entry.spec.shape) for state in adopted}
         return kinds == {id(parameter): (parameter.requires_grad, tuple(parameter.shape)) for parameter in model.parameters()}
 
-    def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
-        groups = discovery.parameter_groups()
-        layouts = [FlatLayout.of(group, self._dtypes) for group in groups]
-        self._streamed_units = len(discovery.layers) + len(discovery.experts)
+    def _require_memory(self, layouts: list[FlatLayout], training: bool, fp32_sums: bool, freed_bytes: int) -> int:
         parts = self._planned_bytes(layouts, training, fp32_sums)
         parts["residuals"] *= self._holds_masters
         remedy = BF16_REMEDY if fp32_sums else ""
         if training:
             remedy += settings_that_take_less(self.config, keeps_gradients=fp32_sums or self._rank_count > 1)
-        freed = self._freed_bytes + anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
-        require_host_bytes(parts, self.config.host_memory_gib, freed=freed, remedy=remedy, ranks=self._rank_count)
-        self.parameter_count = sum(layout.parameter_count for layout in layouts)
+        require_host_bytes(parts, self.config.host_memory_gib, freed=freed_bytes, remedy=remedy, ranks=self._rank_count)
         return sum(parts.values())
 
     def _planned_bytes(self, layouts: list[FlatLayout], training: bool = True, fp32_sums: bool = False) -> dict[str, int]:
@@ -358,9 +346,9 @@ class Engine:
         self._begin_forward(model, args, kwargs)
         if not torch.is_grad_enabled():
             return None
-        if self._shared_store is not None and self._shared_store.is_loading:
+        if (shared := self.runtime.shared) is not None and shared.is_loading:
             self.runtime.refresh_if_written()
-            self._shared_store.is_loading = False
+            shared.is_loading = False
         if self.training and model.training:
             inputs = by_name(model, args, kwargs)
             if self._leaves_padding_out:
@@ -423,10 +411,6 @@ class Engine:
         """Blocks until all weights are those of the last step, and takes over weights written from outside."""
         self.runtime.drain()
         self.runtime.refresh_if_written()
-
-    def bring_states(self) -> None:
-        """The same of the residuals and moments on the host, too."""
-        self.runtime.bring_states()
 
     def host_bytes_by_kind(self) -> dict[str, int]:
         """Bytes of the host store now, by what they hold; nothing for units that live on the device."""

@@ -81,14 +81,6 @@ def run_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return args, kwargs
 
 
-def remove_hook(handle: Any) -> None:
-    """Removes a hook of the engine, so that a call of its module that has begun doesn't run it any more."""
-    hook = (handle.hooks_dict_ref() or {}).get(handle.id)
-    handle.remove()
-    if isinstance(hook, ModelHook):
-        hook.function = None
-
-
 class ModelHook:
     """Calls a function of the engine, if it has one; ``with_arguments``, those of the hook, whose result the function's is.
     Copies and pickles do nothing. It ``runs_dry`` if it is part of what the model computes, in runs without data too."""

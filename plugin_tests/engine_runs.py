@@ -103,7 +103,7 @@ def train_on_means(
 
 
 def _ended(engine: Engine, model: nn.Module, losses: list[float], norms: list[float]) -> PlainRun:
-    engine.bring_states()
+    engine.runtime.bring_states()
     masters = masters_of(engine, model)
     weights = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
     engine.close()
@@ -139,7 +139,7 @@ class Training:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Copies of masters, device weights and moments."""
-        self.engine.bring_states()
+        self.engine.runtime.bring_states()
         found = {f"master {name}": master for name, master in masters_of(self.engine, self.model).items()}
         found |= {f"weight {name}": parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         for unit in self.engine.runtime.units:

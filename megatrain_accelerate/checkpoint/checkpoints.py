@@ -61,7 +61,7 @@ def save_checkpoint(
         return
     run_dir = Path(trainer._get_output_dir(trial=trial))
     meet = ranks.meet if ranks is not None else (lambda _: None)
-    engine.bring_states()
+    engine.runtime.bring_states()
     name = f"checkpoint-{trainer.state.global_step}"
     with checkpoint_staging(run_dir, name) if saves else contextlib.nullcontext(run_dir) as staging:
         expected = _require_room(run_dir, trainer.model, trainer.optimizer, engine, trainer.args) if saves else 0
@@ -289,7 +289,7 @@ def write_masters(model: nn.Module, engine: Engine, folder: Path, max_shard_gib:
         raise ConfigError(f"max_shard_gib must be above 0, got {max_shard_gib}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and isn't an empty folder; name another one for the fp32 weights")
-    engine.bring_states()
+    engine.runtime.bring_states()
     what, remedy = "the fp32 export", "Free some space, or name a folder on another disk."
     with staging_folder(folder.parent, f".{folder.name}.incomplete", what, remedy) as staging:
         weights = sum(_fp32_bytes(tensor) for _, tensor in _saved_tensors(model))

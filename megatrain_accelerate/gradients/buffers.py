@@ -13,7 +13,6 @@ import torch
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums, RunningSum
-from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.store.host_memory import HostMemory
 from megatrain_accelerate.store.layout import FlatEntry
 from megatrain_accelerate.store.parameter import ParameterState
@@ -40,10 +39,10 @@ class HostBuffers:
     """Host buffers of uint8 that take turns. Owner: the offloader. Writer of one: the d2h stream. Reader: the step worker,
     until the gate opens for which it was taken."""
 
-    def __init__(self, count: int, size_bytes: int, *, register: bool, meter: Meter) -> None:
+    def __init__(self, count: int, size_bytes: int, meter: Meter) -> None:
         self._meter = meter
         self.size_bytes = count * size_bytes
-        memory = HostMemory(self.size_bytes, register=register)
+        memory = HostMemory(self.size_bytes, register=meter.streams.is_cuda)
         memory.register()
         buffers = memory.tensor(0, (count, size_bytes), torch.uint8)
         self._turns = collections.deque((buffer, UpdateGate()) for buffer in buffers)
@@ -69,9 +68,7 @@ class Addition:
     running: RunningSum | None
     """The same where it is summed in fp32."""
 
-    def add(
-        self, new: torch.Tensor | None, kernels: HostKernels, of: Callable[[FlatEntry, torch.Tensor], torch.Tensor]
-    ) -> None:
+    def add(self, new: torch.Tensor | None, sums: Fp32Sums, of: Callable[[FlatEntry, torch.Tensor], torch.Tensor]) -> None:
         """Adds a gradient (None: zeros) to the part of the whole tensor that ``of`` returns."""
         own, running = self.state.gradient, self.running
         of_part = functools.partial(of, self.state.entry)
@@ -82,13 +79,13 @@ class Addition:
         elif running is not None:
             residual = of_part(running.residual)
             if new is not None:
-                kernels.accumulate_split(of_part(self.earlier), residual, new, running.has_residual)
+                sums.kernels.accumulate_split(of_part(self.earlier), residual, new, running.has_residual)
             elif not running.has_residual:
                 residual.zero_()  # it counts from now on
         elif new is None:
             return
         elif self.earlier.data_ptr() == own.data_ptr():
-            kernels.accumulate(of_part(own), new)
+            sums.kernels.accumulate(of_part(own), new)
         else:  # somebody assigned a tensor of their own
             of_part(self.earlier).add_(new)
 

@@ -52,17 +52,13 @@ class GradientSums:
 
     def __init__(self, device: torch.device, layouts: Iterable[FlatLayout]) -> None:
         self._device = device
-        self._elements = max((layout.state_elements for layout in layouts), default=0)
+        self.planned_bytes = 4 * max((layout.state_elements for layout in layouts), default=0)
         self.buffer: torch.Tensor | None = None
         self.user: weakref.ref[LayerSums] | None = None
 
-    @property
-    def planned_bytes(self) -> int:
-        return 4 * self._elements
-
     def begin(self, layout: FlatLayout) -> LayerSums:
         if self.buffer is None:
-            self.buffer = torch.empty(self._elements, dtype=torch.float32, device=self._device)
+            self.buffer = torch.empty(self.planned_bytes // 4, dtype=torch.float32, device=self._device)
         if self.user is not None and self.user() is not None:
             return LayerSums(layout, torch.empty_like(self.buffer))
         self.user = weakref.ref(sums := LayerSums(layout, self.buffer))

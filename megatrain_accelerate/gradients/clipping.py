@@ -25,15 +25,7 @@ class NormTable:
         memory = HostMemory(4 * count, register=register)
         memory.register()
         self.norms = memory.tensor(0, (count,), torch.float32)
-        self._of_units: dict[int, torch.Tensor] = {}
         self.close = memory.close
-
-    def of_unit(self, unit: HostUnit) -> torch.Tensor:
-        """The unit's rows: one for each trainable entry, in entry order."""
-        if id(unit) not in self._of_units:
-            start = next((state.row for state in unit.states if state.row is not None), 0)
-            self._of_units[id(unit)] = self.norms[start : start + len(unit.layout.trainable_entries)]
-        return self._of_units[id(unit)]
 
     def copies(self, states: Sequence[ParameterState], norms: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Where the norms of these trained parameters' gradients go, in as few copies from the device as can be."""
@@ -72,16 +64,12 @@ class Clipping:
                 self._norms.norms[state.row] = self._sums.norms([state])[0]
                 state.note_norm(gradient, rewritten=True)
             rows.append(state.row)
-            if self.factors:
-                factors.append(self.factors.get(id(parameter), 1.0))
-        norms = self._norms.norms[torch.tensor(rows, dtype=torch.long)]
-        if factors:
-            norms = norms * torch.tensor(factors, dtype=torch.float32)
+            factors.append(self.factors.get(id(parameter), 1.0))
+        norms = self._norms.norms[torch.tensor(rows, dtype=torch.long)] * torch.tensor(factors, dtype=torch.float32)
         return torch.linalg.vector_norm(torch.cat([norms, *(norm.cpu().reshape(1) for norm in outside)]), 2.0)
 
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    def clip(self, parameters: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
         """See :meth:`StreamingRuntime.clip_grad_norm`; the gradients' norms must have arrived."""
-        parameters = list(parameters)
         total = self.total_norm(parameters)
         # As torch.nn.utils.clip_grad_norm_ does it, in fp32.
         factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))

@@ -38,6 +38,7 @@ class Exchange:
         self.in_parts: set[int | None] = set()
         """Rows whose norm in the table is, or will be, that of what this rank steps alone."""
         sizes = self.buffer_bytes(layouts, shared.ranks.size)
+        self.device_bytes = sum(sizes)
         self._sent, self._received = (torch.zeros(size, dtype=torch.uint8, device=streams.device) for size in sizes)
         self._made_event, self._means_event = streams.event(), streams.event()
 
@@ -48,11 +49,6 @@ class Exchange:
         of_bucket = _BUCKET_BYTES + 4 * ranks  # the ranks' parts are equal, the last one padded
         shares = [layout.share_of(rank, ranks) for layout in layouts for rank in range(ranks)]
         return of_bucket, max([of_bucket, *(ranks * (share.end_byte - share.begin_byte) for share in shares)])
-
-    @property
-    def device_bytes(self) -> int:
-        """Of the buffers for what this rank sends at a time, and gets."""
-        return self._sent.numel() + self._received.numel()
 
     def trial(self) -> int:
         """Makes the means of zeros, to be timed; called by all ranks together. Returns the bytes that were exchanged."""
@@ -160,9 +156,8 @@ class Exchange:
         ranks, dtype = self._ranks, pieces[0].dtype
         count = sum(piece.numel() for piece in pieces)
         of_rank = -(-count // ranks.size)
-        sent, received = (
-            buffer[: ranks.size * of_rank * dtype.itemsize].view(dtype) for buffer in (self._sent, self._received)
-        )
+        size_bytes = ranks.size * of_rank * dtype.itemsize
+        sent, received = (buffer[:size_bytes].view(dtype) for buffer in (self._sent, self._received))
         torch.cat(list(pieces), out=sent[:count])
         dist.all_to_all_single(received, sent)
         mean = torch.empty(of_rank, dtype=dtype, device=received.device)

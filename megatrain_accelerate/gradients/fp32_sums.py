@@ -48,7 +48,7 @@ class Fp32Sums:
     def __init__(
         self, units: Sequence[HostUnit], config: MegatrainConfig, device: torch.device, kernels: HostKernels, ranks: int
     ) -> None:
-        self._units, self._device, self._kernels = units, device, kernels
+        self._units, self._device, self.kernels = units, device, kernels
         self._host_memory_gib = config.host_memory_gib
         self.is_wanted = config.accumulation_dtype == "fp32"
         self.is_budgeted = False
@@ -92,7 +92,7 @@ class Fp32Sums:
             return None
         if gradient.device != residual.device or not (_is_in_bf16(gradient) and gradient.is_contiguous()):
             return None
-        kernels = self._device_kernels if gradient.is_cuda else self._kernels
+        kernels = self._device_kernels if gradient.is_cuda else self.kernels
         assert kernels is not None, "sums on the GPU before prepare()"
         return RunningSum(residual, state.handle.has_fp32_sum, kernels)
 
@@ -104,16 +104,16 @@ class Fp32Sums:
             self.prepare()
         gradient = state.parameter.grad
         running = self.running(state) if others_follow or state.handle.has_fp32_sum else None
-        residual = None if running is None else running.residual
         if state.share is not None and state.gradient is not None and gradient.data_ptr() == state.gradient.data_ptr():
             # Each rank scales what it steps of a gradient that all of them share.
             gradient = state.share.of(state.entry, gradient)
-            residual = None if residual is None else state.share.of(state.entry, residual)
-        if running is None or residual is None:
+            if running is not None:
+                running = running._replace(residual=state.share.of(state.entry, running.residual))
+        if running is None:
             gradient.mul_(factor)
         else:
-            total = joined_sum(gradient, residual, running.kernels) if running.has_residual else gradient.float()
-            running.kernels.split(total.mul_(factor), gradient, residual)
+            total = joined_sum(gradient, running.residual, running.kernels) if running.has_residual else gradient.float()
+            running.kernels.split(total.mul_(factor), gradient, running.residual)
             state.handle.note_fp32_sum()
         state.normed = None
 
@@ -130,7 +130,7 @@ class Fp32Sums:
             elif gradient.is_cuda and self._device_kernels is not None:
                 found.append(self._device_kernels.norm_split(gradient, state.sum_residual))
             else:
-                found += gradient_norms([joined_sum(gradient, state.sum_residual, self._kernels)])
+                found += gradient_norms([joined_sum(gradient, state.sum_residual, self.kernels)])
         for position, norm in zip(plain, gradient_norms(list(plain.values())) if plain else (), strict=True):
             found[position] = norm
         return found
@@ -139,9 +139,9 @@ class Fp32Sums:
         """2-norm of a gradient on the host, or of the fp32 sum that it is the bf16 half of."""
         # torch's own norm on the CPU is several times slower; the stand-in takes it, to have the bits of plain PyTorch.
         if self._device.type == "cuda" and (residual is not None or gradient.is_contiguous()):
-            return math.sqrt(self._kernels.square_sum(gradient, residual))
+            return math.sqrt(self.kernels.square_sum(gradient, residual))
         if residual is not None:
-            gradient = joined_sum(gradient, residual, self._kernels)
+            gradient = joined_sum(gradient, residual, self.kernels)
         return float(gradient_norms([gradient])[0])
 
     def before_accumulation(self, state: ParameterState, arrived: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:

@@ -5,7 +5,6 @@ backward ends. Norms of a model that lives on the device whole travel then, and 
 from __future__ import annotations
 
 import collections
-import functools
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from megatrain_accelerate.gradients.buffers import Addition, HostBuffers, not_st
 from megatrain_accelerate.gradients.clipping import NormTable
 from megatrain_accelerate.gradients.exchange import Exchange
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums, gradient_norms
-from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.shared_store import SharedStore
@@ -24,7 +22,7 @@ from megatrain_accelerate.store.step_worker import StepWorker, Ticket
 from megatrain_accelerate.store.unit import PASSING_BUFFERS, HostUnit
 from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.transfer.parts import Fetched, Stepped, Streamed
-from megatrain_accelerate.transfer.streams import GradientSlot, Streams
+from megatrain_accelerate.transfer.streams import GradientSlot
 
 Copies = Sequence[tuple[torch.Tensor, ...]]
 """Pairs of memory on the host, and what on the device is to be copied there."""
@@ -57,26 +55,25 @@ class GradientOffloader:
         layers: Sequence[FlatLayout],
         experts: Sequence[FlatLayout],
         parts: Sequence[FlatLayout],
-        *,
-        streams: Streams,
         worker: StepWorker,
-        kernels: HostKernels,
         meter: Meter,
         norms: NormTable,
         sums: Fp32Sums,
-        steppers: Sequence[UnitStepper],
+        *,
         passes: bool,
         shared: SharedStore | None = None,
     ) -> None:
-        self.streams, self.worker, self.kernels, self.meter = streams, worker, kernels, meter
-        self.norms, self.sums, self.steppers = norms, sums, steppers
-        self._buffers_of = functools.partial(HostBuffers, register=streams.is_cuda, meter=meter)
+        self.streams, self.worker, self.meter, self.norms, self.sums = meter.streams, worker, meter, norms, sums
+        self.steppers: list[UnitStepper] = []
+        """The optimizers that step the parameters."""
         # Those that pass through the host do so unit by unit, since that is how they are stepped.
         self._largest_unit = max(layout.gradient_bytes for layout in (*layers, *experts))
         self._largest = max(layout.gradient_bytes for layout in (*layers, *parts))
+        self.slot_bytes, self.staging_bytes = GRADIENT_SLOTS * self._largest, _STAGING_BUFFERS * self._largest
+        """Of the slots, and of the buffers on the host in which gradients wait to be added to earlier ones, made or not."""
         self._most_parameters = max(len(layout.trainable_entries) for layout in (*layers, *parts))
         self._passes = passes and self._largest > 0
-        self.exchange = None if shared is None else Exchange(shared, streams, layers)
+        self.exchange = None if shared is None else Exchange(shared, meter.streams, layers)
         """What makes gradients the means of several ranks'."""
         self.slots: collections.deque[GradientSlot] = collections.deque()
         """In the order in which they are next written."""
@@ -109,7 +106,7 @@ class GradientOffloader:
         for unit in units:
             unit.allocate("gradients")
         if self.promised_bytes:
-            self.passing = self._buffers_of(PASSING_BUFFERS, self._largest_unit)
+            self.passing = HostBuffers(PASSING_BUFFERS, self._largest_unit, self.meter)
 
     def allocate_slots(self, needed: bool = True) -> None:
         """Gets ready for gradients. Slots are ``needed`` if any layer's leave the device; else they are given back."""
@@ -117,8 +114,7 @@ class GradientOffloader:
         if not needed:
             self.slots.clear()
         elif not self.slots and self._largest:
-            new = (GradientSlot(self._largest, self._most_parameters, self.streams) for _ in range(GRADIENT_SLOTS))
-            self.slots.extend(new)
+            self.slots.extend(GradientSlot(self._largest, self._most_parameters, self.streams) for _ in range(GRADIENT_SLOTS))
 
     def begin(
         self, layer: Streamed, found: Container[int] | None = None, parts: int = 1, is_last: bool = True
@@ -150,17 +146,8 @@ class GradientOffloader:
         return taken
 
     @property
-    def slot_bytes(self) -> int:
-        return GRADIENT_SLOTS * self._largest
-
-    @property
     def device_bytes(self) -> int:
         return sum(slot.buffer.numel() for slot in self.slots)
-
-    @property
-    def staging_bytes(self) -> int:
-        """Host memory of the buffers in which gradients wait to be added to earlier ones, made or not."""
-        return _STAGING_BUFFERS * self._largest
 
     def offload(self, layer: Streamed, found: dict[int, torch.Tensor]) -> None:
         """Sends gradients, by place among a layer's trainable parameters, to ``parameter.grad``."""
@@ -217,25 +204,24 @@ class GradientOffloader:
 
     def send(self, name: str, ready_event: Any, copies: Copies, norms: Copies) -> Any:
         """Issues copies of gradients and norms to the host, behind ``ready_event``; returns an event of their own."""
-        d2h_stream, size = self.streams.d2h_stream, sum(target.nbytes for target, _ in copies)
+        d2h_stream = self.streams.d2h_stream
         with self.streams.on(d2h_stream), named_range(f"megatrain::copy_gradients ({name})"):
             # RAW: gradients and norms must be finished.
             d2h_stream.wait_event(ready_event)
-            with self.meter.copying(Cause.D2H, size):
+            with self.meter.copying(Cause.D2H, sum(target.nbytes for target, _ in copies)):
                 for target, source in copies:
                     target.copy_(source, non_blocking=True)
             for target, source in norms:
                 target.copy_(source, non_blocking=True)
             self.last_copied_event = self.streams.event()
             self.last_copied_event.record(d2h_stream)
-        self.meter.counters.d2h_bytes += size
         return self.last_copied_event
 
     def prepare_accumulation(self) -> HostBuffers | None:
         """Makes staging buffers, which it returns, and fp32 sums, once. Raises a HostMemoryError if the sums don't fit."""
         self.sums.prepare(0 if self._staging is not None else self.staging_bytes)
         if self._staging is None and self._largest:
-            self._staging = self._buffers_of(_STAGING_BUFFERS, self._largest)
+            self._staging = HostBuffers(_STAGING_BUFFERS, self._largest, self.meter)
         return self._staging
 
     def wait(self) -> None:
@@ -358,8 +344,8 @@ class UnitGradients:
             self._target = unit.gradients
         own = part.unit.own_gradients
         pieces = [(self._target[run.in_unit], slot.bytes_of(run.in_slot.start, run.in_slot.stop)) for run in own]
-        norms = offloader.norms.of_unit(unit)
-        of_norms = [] if self._left else [(norms, slot.norms[: norms.numel()])]
+        trainable = self._layer.trainable
+        of_norms = [] if self._left else offloader.norms.copies(trainable, slot.norms[: len(trainable)])
         slot.grads_copied_event = offloader.send(part.name, slot.grads_ready_event, pieces, of_norms)
         return slot.grads_copied_event.synchronize
 
@@ -383,15 +369,14 @@ class UnitGradients:
         for addition in () if self._left else self._additions:
             if addition.running is not None:
                 addition.state.handle.note_fp32_sum()  # of ``parameter.grad``, from now on
-        norms = offloader.norms.of_unit(unit)
         takes_norms = not self._left and self._is_last and offloader.gradients_complete()
 
         def add() -> None:
             copied_event.synchronize()
             for addition, row in zip(self._additions, self.rows, strict=True):
-                addition.add(views[row], offloader.kernels, part.unit.of)
+                addition.add(views[row], offloader.sums, part.unit.of)
                 if takes_norms:
-                    total, norms[row] = addition.total_and_norm(offloader.sums, unit)
+                    total, offloader.norms.norms[addition.state.row] = addition.total_and_norm(offloader.sums, unit)
                     addition.state.note_norm(total)
 
         ticket = offloader.worker.submit(f"accumulate ({part.name})", add)

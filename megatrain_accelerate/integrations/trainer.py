@@ -203,7 +203,7 @@ class MegatrainCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last step is applied before anybody reads the weights."""
         if (engine := engine_of(kwargs["model"])) is not None:
-            engine.bring_states()
+            engine.runtime.bring_states()
         if self._telemetry is not None:
             self._telemetry.close()
             self._telemetry = None

@@ -57,7 +57,7 @@ class ExpertStreams:
 
     def __post_init__(self, experts: Sequence[StreamedExperts], layers: CallOrder) -> None:
         parts = [part for whole in experts for part in whole.parts]
-        self.prefetcher = Prefetcher(parts, self.slots, self.offloader.streams, self.offloader.meter)
+        self.prefetcher = Prefetcher(parts, self.slots, self.offloader.meter)
         self.order = CallOrder(len(parts), leader=layers)
 
     @contextlib.contextmanager

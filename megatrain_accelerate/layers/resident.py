@@ -106,14 +106,9 @@ class ResidentGroup:
         with torch.no_grad(), self._streams.on(h2d_stream), named_range(f"megatrain::gather_weights ({self.name})"):
             # WAR: kernels issued before the step read the old weights, and later ones this rank's own copy.
             h2d_stream.wait_event(readers_finished_event)
-            copied = gather.fetch(self.unit, self._buffer, self._bytes_of, self.name, self._meter, h2d_stream)
+            gather.fetch(self.unit, self._buffer, self.name, self._meter, h2d_stream)
             self._params_copied_event.record(h2d_stream)
-        self._meter.counters.h2d_bytes += copied
         self._is_stale = self._is_ungathered = False
-
-    def _bytes_of(self, begin: int, end: int) -> torch.Tensor:
-        assert self._buffer is not None
-        return self._buffer[begin:end]
 
     def push_weights(self, readers_finished_event: Any) -> None:
         """Issues the copies of the host's weights. Called by the step worker after the step, or when they are needed."""

@@ -17,7 +17,7 @@ from megatrain_accelerate.errors import RankError, StepWorkerError
 from megatrain_accelerate.gradients.call_gradients import GradientSums
 from megatrain_accelerate.gradients.clipping import Clipping, NormTable
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
-from megatrain_accelerate.gradients.offload import GradientOffloader, UnitStepper
+from megatrain_accelerate.gradients.offload import GradientOffloader
 from megatrain_accelerate.gradients.outside import OutsideGradients
 from megatrain_accelerate.hooks import replaced, weakly
 from megatrain_accelerate.kernels.host import HostKernels
@@ -82,7 +82,6 @@ class StreamingRuntime:
         streams: Streams,
         meter: Meter,
         kernels: HostKernels,
-        worker: StepWorker,
         config: MegatrainConfig,
         shared: SharedStore | None = None,
     ) -> None:
@@ -91,36 +90,28 @@ class StreamingRuntime:
         self.layers, self.groups = list(layers), list(groups)
         self.experts = [experts for layer in self.layers for experts in layer.experts]
         self.parts: list[Part] = [*self.layers, *self.experts, *self.groups]
-        self.streams, self.meter, self.kernels, self.worker = streams, meter, kernels, worker
+        self.streams, self.meter, self.kernels, self.worker = streams, meter, kernels, StepWorker()
         self.config = config
         self.norms = NormTable(self.units, streams.is_cuda)
-        self.steppers: list[UnitStepper] = []
-        """The optimizers that step the parameters."""
         self.sums = Fp32Sums(self.units, config, streams.device, kernels, 1 if shared is None else shared.ranks.size)
         gather = None if shared is None else Gather(shared.file, shared.ranks)
-        self.prefetcher = Prefetcher(self.layers, config.placement.slots, streams, meter, gather)
+        self.prefetcher = Prefetcher(self.layers, config.placement.slots, meter, gather)
         parts = [part for experts in self.experts for part in experts.parts]
+        passes = config.passes_gradients
+        layouts, of_experts, of_parts = ([at.unit.layout for at in kind] for kind in (self.layers, self.experts, parts))
         self.offloader = GradientOffloader(
-            *([part.unit.layout for part in of_kind] for of_kind in (self.layers, self.experts, parts)),
-            streams=streams,
-            worker=worker,
-            kernels=kernels,
-            meter=meter,
-            norms=self.norms,
-            sums=self.sums,
-            steppers=self.steppers,
-            passes=config.passes_gradients,
-            shared=shared,
+            layouts, of_experts, of_parts, self.worker, meter, self.norms, self.sums, passes=passes, shared=shared
         )
+        self.steppers = self.offloader.steppers
         self.outside_tiles = TokenTiles(())  # of norms outside the layers
         # The stand-in's memory costs no registering, and its models are tiny.
         segment_bytes, limit = 256 * MIB if streams.is_cuda else MIB, config.host_memory_gib
         pool = HostPool(segment_bytes, kernels=kernels, register=streams.is_cuda, host_memory_gib=limit)
-        self.activations = ActivationOffloader(pool, streams, meter)
+        self.activations = ActivationOffloader(pool, meter)
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), groups_on_device=False)
         """Brings all states to the host; set by the plan."""
         self.compiled = CompiledLayers(config.compile_layers, streams.device)
-        self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
+        self.gradient_sums = GradientSums(streams.device, layouts)
         self.batch_cut = BatchCut(config.micro_batch_size)
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
         self.watch = Watch((state.parameter for state in self._states.values()), weakly(self.settle))
@@ -153,9 +144,9 @@ class StreamingRuntime:
             lambda: self.dry_run is not None,
             self.passes.order,
         )
-        self.states_on_device = StatesOnDevice(streams, worker, kernels, shared)
+        self.states_on_device = StatesOnDevice(streams, self.worker, kernels, shared)
         if streams.is_cuda:  # else each of its launches would go by the first GPU, with a context there
-            worker.submit("the device", functools.partial(torch.cuda.set_device, streams.h2d_stream.device_index))
+            self.worker.submit("the device", functools.partial(torch.cuda.set_device, streams.h2d_stream.device_index))
         _running.add(self)
 
     @property

@@ -21,7 +21,7 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.store.host_pool import HostBlock, HostPool
 from megatrain_accelerate.transfer.call_order import Tape
 from megatrain_accelerate.transfer.meter import Cause, Meter, named_range
-from megatrain_accelerate.transfer.streams import Place, Streams
+from megatrain_accelerate.transfer.streams import Place
 from megatrain_accelerate.units import MIB
 
 MIN_OFFLOADED_BYTES = 1 * MIB
@@ -148,15 +148,14 @@ class ActivationOffloader:
     on timing. In backward storages come back ``spacing`` calls ahead; what is still there isn't copied.
     """
 
-    def __init__(self, pool: HostPool, streams: Streams, meter: Meter) -> None:
+    def __init__(self, pool: HostPool, meter: Meter) -> None:
         self.pool = pool
-        self.device = torch.empty(0, device=streams.device).device  # with an index
+        self.device = torch.empty(0, device=meter.streams.device).device  # with an index
         self.strays: collections.deque[tuple[_Arrival, torch.UntypedStorage | None]] = collections.deque()
         """Device memory that was given up before compute waited for the copy into it."""
         self.spacing = 1
         """Runs of layers from one that is recorded to the next (``Placement.offload_spacing``)."""
-        self._streams = streams
-        self._meter = meter
+        self._streams, self._meter = meter.streams, meter
         self._run = 0
         self.leaving: collections.deque[_Departure] = collections.deque()
         """What is on its way to the host, and still held on the device."""
@@ -289,7 +288,6 @@ def inputs_offloaded(
     """What autograd saves of a call's inputs while the body runs goes to the host, if gradients flow to it. Other inputs
     (masks, position embeddings) are the same tensors for all layers, and stay."""
     recording = Recording(offloader, label, [tensor for tensor in tensors if not tensor.requires_grad])
-
     with saved_tensors_hooks(
         lambda tensor: recording.place(tensor) or tensor,
         lambda packed: packed.tensor() if isinstance(packed, ParcelPlace) else packed,

@@ -36,7 +36,7 @@ from megatrain_accelerate.parallel.order_check import OrderCheck
 from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.parallel.shared_file import SharedFile
 from megatrain_accelerate.store.layout import part_bytes, part_of
-from megatrain_accelerate.store.unit import BytesOf, HostUnit
+from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.meter import Cause, Meter
 
 # The name of torch 2.13, which warns of the older one.
@@ -57,21 +57,18 @@ class Gather:
         """What a slot needs for weights of this size: equal parts, of which the last may not be filled."""
         return self._ranks.size * part_bytes(size_bytes, self._ranks.size)
 
-    def fetch(self, unit: HostUnit, buffer: torch.Tensor, of_buffer: BytesOf, name: str, meter: Meter, stream: Any) -> int:
+    def fetch(self, unit: HostUnit, buffer: torch.Tensor, name: str, meter: Meter, stream: Any) -> None:
         """Issues the copies of this rank's part of a unit's weights to a flat buffer, and what makes it all parts, on the
-        ``stream``, which is current. Returns the bytes that come from the host."""
+        ``stream``, which is current."""
         size_bytes, ranks = unit.layout.weight_bytes, self._ranks
-        pieces, copied_bytes = unit.pieces_of_part(part_of(size_bytes, ranks.rank, ranks.size), of_buffer)
+        own_part = part_of(size_bytes, ranks.rank, ranks.size)
+        pieces, copied_bytes = unit.pieces_of_part(own_part, lambda begin, end: buffer[begin:end])
         with meter.copying(Cause.H2D, copied_bytes):
             for source, target in pieces:
                 target.copy_(source, non_blocking=True)
         if unit.device_states is not None:
             unit.device_states.read_event.record(stream)
-        self._run(buffer, size_bytes, name)
-        return copied_bytes
-
-    def _run(self, buffer: torch.Tensor, size_bytes: int, name: str) -> None:
         self._order.enter(name)
-        part = part_bytes(size_bytes, self._ranks.size)
-        own = buffer[self._ranks.rank * part : (self._ranks.rank + 1) * part]
-        all_gather(buffer[: self._ranks.size * part], own, group=self._group)
+        part = part_bytes(size_bytes, ranks.size)
+        own = buffer[ranks.rank * part : (ranks.rank + 1) * part]
+        all_gather(buffer[: ranks.size * part], own, group=self._group)

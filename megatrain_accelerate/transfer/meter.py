@@ -110,7 +110,7 @@ class Meter:
 
     def __init__(self, streams: Streams) -> None:
         self.counters = Counters()
-        self._streams = streams
+        self.streams = streams
         self._pending: collections.deque[tuple[Any, Any, Callable[[float], None]]] = collections.deque()
         self._spare: list[tuple[Any, Any]] = []
         # Copies of residents are issued by the step worker, beside the launching thread.
@@ -119,7 +119,7 @@ class Meter:
     def compute_waits_for(self, event: Any, cause: Cause, late_ms: float = 0.0) -> None:
         """Makes the compute stream wait for the ``event`` behind a copy and accounts for the stall. The copy would have been
         issued ``late_ms`` earlier but for the step of its weights."""
-        compute_stream = self._streams.compute_stream
+        compute_stream = self.streams.compute_stream
 
         def add(waited_ms: float) -> None:
             by_step_ms = min(waited_ms, late_ms)
@@ -131,14 +131,16 @@ class Meter:
 
     def blocked_by(self, cause: Cause) -> _Timed:
         """Accounts for the GPU's idle time while the body blocks the launching thread."""
-        return _Timed(self, self._streams.compute_stream, lambda ms: self.counters.add(cause, wait_ms=ms))
+        return _Timed(self, self.streams.compute_stream, lambda ms: self.counters.add(cause, wait_ms=ms))
 
     def copying(self, direction: Cause, copied_bytes: int, beside_compute: bool = False) -> _Timed:
-        """Times the copies that the body issues; to be entered on their stream, behind what the stream waits for. Those
-        ``beside_compute`` are the step worker's; others hold up compute in the CPU stand-in."""
-
-        streams = self._streams
+        """Counts and times the copies that the body issues; to be entered on their stream, behind what the stream waits for.
+        Those ``beside_compute`` are the step worker's, counted when they were announced; others hold up compute in the CPU
+        stand-in."""
+        streams = self.streams
         holds_up = not streams.is_cuda and not beside_compute
+        if not beside_compute:
+            vars(self.counters)[direction + "_bytes"] += copied_bytes
 
         def add(copy_ms: float) -> None:
             self.counters.add(direction, copied_bytes=copied_bytes, copy_ms=copy_ms, wait_ms=copy_ms if holds_up else 0.0)
@@ -184,7 +186,7 @@ class _Timed:
         self._add = add
 
     def __enter__(self) -> None:
-        meter, event = self._meter, self._meter._streams.event
+        meter, event = self._meter, self._meter.streams.event
         with meter._lock:
             pair = meter._spare.pop() if meter._spare else None
         self._pair = pair or (event(timing=True), event(timing=True))
@@ -195,5 +197,5 @@ class _Timed:
         self._pair[1].record(self._stream)
         with meter._lock:
             meter._pending.append((*self._pair, self._add))
-        if len(meter._pending) > 4096 or not meter._streams.is_cuda:
+        if len(meter._pending) > 4096 or not meter.streams.is_cuda:
             meter.harvest()

@@ -14,7 +14,7 @@ from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.gather import Gather
 from megatrain_accelerate.transfer.meter import Cause, Meter, named_range
 from megatrain_accelerate.transfer.parts import Fetched
-from megatrain_accelerate.transfer.streams import Streams, WeightSlot
+from megatrain_accelerate.transfer.streams import WeightSlot
 
 
 class Prefetcher:
@@ -27,24 +27,23 @@ class Prefetcher:
     What several ranks ``gather`` they ask for ``together``; :mod:`.gather` says by which rules they do so alike.
     """
 
-    def __init__(
-        self, layers: Sequence[Fetched], slots: int, streams: Streams, meter: Meter, gather: Gather | None = None
-    ) -> None:
+    def __init__(self, layers: Sequence[Fetched], slots: int, meter: Meter, gather: Gather | None = None) -> None:
         self._layers, self.gather = layers, gather
         self.gathers = False
         """Whether training passes fetch together; set by the plan, on all ranks."""
-        self._streams = streams
-        self._meter = meter
+        self._streams, self._meter = meter.streams, meter
         self._largest = max((layer.unit.layout.weight_bytes for layer in layers), default=0)
         if gather is not None:
             self._largest = gather.slot_bytes(self._largest)
         self.slot_count = slots
+        self.shared_bytes = slots * self._largest
+        """Of the shared slots, made or not."""
         self.slots: list[WeightSlot] = []
         self.own_slots: dict[int, WeightSlot] = {}
         """Slots of single layers, that are held or whose units live on the device, by the layer's index."""
         self._held: list[int] = []
         """Layers that have a slot of :meth:`hold`, in the order in which they got it."""
-        self._last_copied_event = streams.event()
+        self._last_copied_event = self._streams.event()
         self._clock = itertools.count(1)
         self._refused_at: dict[int, float] = {}
         """When a layer's copy could have been issued but for its step, by index."""
@@ -61,11 +60,6 @@ class Prefetcher:
 
     def _new_slot(self, size_bytes: int) -> WeightSlot:
         return WeightSlot(torch.empty(size_bytes, dtype=torch.uint8, device=self._streams.device), self._streams)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Of the shared slots, where any layer needs them."""
-        return self.slot_count * self._largest
 
     @property
     def device_bytes(self) -> int:
@@ -235,8 +229,7 @@ class Prefetcher:
         """The slot with a layer for which all ranks ask, who choose alike."""
         slot = self._slot_of(layer, together=True) or self._choose(layer, set())
         slot.last_gathered = next(self._clock)
-        if self._chosen:
-            self._issue(until=slot)
+        self._issue(until=slot)
         if slot.holder != slot.gathered:
             self.fill(slot, layer)
         return slot
@@ -311,7 +304,6 @@ class Prefetcher:
         unit.register_weights()  # the first time: what moves to the device before is never registered
         refused_at = self._refused_at.pop(index, None)
         slot.late_ms = 0.0 if refused_at is None else 1e3 * (time.perf_counter() - refused_at)
-        copied_bytes = unit.layout.weight_bytes
         if index in self.own_slots:  # all_held() may have given it out, and its readers don't tell when they are done
             slot.compute_finished_event.record(self._streams.compute_stream)
         h2d_stream = self._streams.h2d_stream
@@ -320,13 +312,12 @@ class Prefetcher:
             h2d_stream.wait_event(slot.compute_finished_event)
             if together and self.gather is not None:
                 assert isinstance(unit, HostUnit)
-                copied_bytes = self.gather.fetch(unit, slot.buffer, slot.bytes_of, layer.name, self._meter, h2d_stream)
+                self.gather.fetch(unit, slot.buffer, layer.name, self._meter, h2d_stream)
             else:
-                with self._meter.copying(Cause.H2D, copied_bytes):
+                with self._meter.copying(Cause.H2D, unit.layout.weight_bytes):
                     for source, target in unit.pieces(slot.bytes_of):
                         target.copy_(source, non_blocking=True)
             slot.params_copied_event.record(h2d_stream)
         self._last_copied_event = slot.params_copied_event
         slot.holder = (index, unit.version)
-        self._meter.counters.h2d_bytes += copied_bytes
         self._meter.counters.weight_fetches += 1

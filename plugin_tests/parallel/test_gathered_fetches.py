@@ -73,7 +73,7 @@ def plain(run: Training, rank: int, step: int, ids: torch.Tensor) -> None:
 
 
 def one_rank_brings_states(run: Training, rank: int, step: int, ids: torch.Tensor) -> None:
-    train(run, ids, run.engine.bring_states if rank == step % 2 else lambda: None)
+    train(run, ids, run.engine.runtime.bring_states if rank == step % 2 else lambda: None)
 
 
 def one_rank_moves_its_units_before_a_step(run: Training, rank: int, step: int, ids: torch.Tensor) -> None:

@@ -112,7 +112,7 @@ def test_states_are_read_written_loaded_and_moved_as_those_on_the_host(kind: str
         with torch.no_grad():
             next(iter(run.model.model.layers[1].parameters())).mul_(1.5)  # type: ignore[union-attr, operator]
         run.step(batches[4])
-        run.engine.bring_states()
+        run.engine.runtime.bring_states()
         entry = run.optimizer.state[run.model.model.layers[2].mlp.up_proj.weight]  # type: ignore[union-attr, index]
         entry["exp_avg_sq"].mul_(0.5)
         run.step(batches[5])

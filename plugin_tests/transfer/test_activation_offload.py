@@ -31,9 +31,9 @@ pytestmark = pytest.mark.usefixtures("outlined_once")
 
 @pytest.fixture
 def offloader() -> Iterator[ActivationOffloader]:
-    kernels, streams = HostKernels(1), Streams(torch.device("cpu"))
+    kernels = HostKernels(1)
     pool = HostPool(MIB, kernels=kernels, register=False)
-    made = ActivationOffloader(pool, streams, Meter(streams))
+    made = ActivationOffloader(pool, Meter(Streams(torch.device("cpu"))))
     yield made
     made.close()
     kernels.close()

@@ -60,9 +60,8 @@ class Bench:
             )
             self.layers.append(StreamedLayer(index, f"layers.{index}", module, unit))
             self.layers[-1].show_host_weights()
-        streams = Streams(torch.device("cpu"))
-        self.meter = Meter(streams)
-        self.prefetcher = Prefetcher(self.layers, slots, streams, self.meter)
+        self.meter = Meter(Streams(torch.device("cpu")))
+        self.prefetcher = Prefetcher(self.layers, slots, self.meter)
 
     def acquire(self, index: int, upcoming: list[int]) -> WeightSlot:
         """Acquires a layer and checks that the slot holds its weights as they are now."""
