@@ -4,7 +4,6 @@ A bf16 weight's fp32 master is split: the bf16 half that streams to the GPU and 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -76,6 +75,10 @@ class HostUnit:
         """Its places in memory that several ranks share, and this one's share."""
         self.share = self.layout.share_of(0, 1) if self.shared is None else self.shared.share
         """What of the states this process steps: all of them unless ranks share the unit."""
+        self.gradient_runs = self.layout.gradient_runs
+        """Its gradients in a slot, by dtype."""
+        self.own_gradients = _own(self.gradient_runs, self.share)
+        """What copies from a gradient slot move: of its gradients those that this process steps."""
         self.device_states: DeviceStates | None = None
         """The share's on the device, where it is stepped there while the unit lives on the host."""
         self.version = 0
@@ -95,7 +98,8 @@ class HostUnit:
             ParameterState(ParamHandle(parameter), entry, parameter.data, share=None if store is None else self.share)
             for (_, parameter), entry in zip(parameters, self.layout.entries, strict=True)
         ]
-        self._make("weights", touch=False)
+        self.memory["weights"] = self._allocate("weights", touch=False)
+        self._bind("weights")
         if holds_masters:
             self.allocate("residuals")
         if self.shared is None or self.shared.ranks.rank == 0:
@@ -113,18 +117,6 @@ class HostUnit:
         memory.is_touched = touch or shared is not None
         if touch and shared is None:  # what others may have written to isn't zeroed
             self._host_kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
-        return memory
-
-    def _make(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
-        memory = self.memory[kind] = self._allocate(kind, touch)
-        self._bind(kind)
-        if self.shared is not None and self.device is None:
-            # Pages of what this rank alone writes to are made on all its threads: zero, as they are.
-            if kind == "gradients" and self.gradients is not None:
-                self._host_kernels.zero(self.gradients[self.share.bytes])
-            elif kind == "moments" and self.moments is not None:
-                for part in self.moments.run(self.share.begin, self.share.end - self.share.begin):
-                    self._host_kernels.zero(part)
         return memory
 
     def _bind(self, kind: str) -> None:
@@ -167,15 +159,14 @@ class HostUnit:
         else:
             state.weight.copy_(value)
 
-    def weight_on(self, device: torch.device, state: ParameterState) -> torch.Tensor:
-        """A copy of a parameter's weight there."""
-        weight = torch.empty_like(state.weight, device=device)
-        copy_bytes(weight, state.weight, self._host_kernels)
-        return weight
-
-    def weights_on(self, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The same of all parameters that ranks share: a flat buffer, with room for equal parts of all, and its views."""
-        assert self.shared is not None
+    def weights_on(self, device: torch.device) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Copies of the parameters' weights there. Of those that ranks share they are views of a flat buffer with room for
+        equal parts of all, which is returned, too."""
+        if self.shared is None:
+            copies = [torch.empty_like(state.weight, device=device) for state in self.states]
+            for copy, state in zip(copies, self.states, strict=True):
+                copy_bytes(copy, state.weight, self._host_kernels)
+            return None, copies
         ranks = self.shared.ranks.size
         buffer = torch.empty(ranks * part_bytes(self.layout.weight_bytes, ranks), dtype=torch.uint8, device=device)
         copy_bytes(buffer[: self.layout.weight_bytes], self.weights, self._host_kernels)
@@ -230,10 +221,19 @@ class HostUnit:
         counts as promised until it is."""
         if kind in self.memory or not self.sizes[kind]:
             return
-        if kind != "gradients" or (kind in self._promised and not self.is_on_device):
-            memory = self._make(kind, touch)
-            if kind in ("gradients", "gradient_residuals"):
-                memory.register()
+        if kind == "gradients" and (kind not in self._promised or self.is_on_device):
+            return
+        memory = self.memory[kind] = self._allocate(kind, touch)
+        self._bind(kind)
+        if self.shared is not None and not self.is_on_device:
+            # Pages of what this rank alone writes to are made on all its threads: zero, as they are.
+            if kind == "gradients" and self.gradients is not None:
+                self._host_kernels.zero(self.gradients[self.share.bytes])
+            elif kind == "moments" and self.moments is not None:
+                for part in self.moments.run(self.share.begin, self.share.end - self.share.begin):
+                    self._host_kernels.zero(part)
+        if kind in ("gradients", "gradient_residuals"):
+            memory.register()
 
     def register_weights(self) -> None:
         """Page-locks the weights on the host, for copies that nobody waits for. Does nothing the second time."""
@@ -269,16 +269,6 @@ class HostUnit:
     def pieces(self, of_slot: BytesOf) -> list[tuple[torch.Tensor, ...]]:
         """What copies to a slot move: the flat weights, uint8, and their place there."""
         return [(self.weights, of_slot(0, self.layout.weight_bytes))]
-
-    @property
-    def gradient_runs(self) -> list[GradientRun]:
-        """Its gradients in a slot, by dtype."""
-        return self.layout.gradient_runs
-
-    @functools.cached_property
-    def own_gradients(self) -> list[GradientRun]:
-        """What copies from a gradient slot move: of its gradients those that this process steps."""
-        return _own(self.gradient_runs, self.share)
 
     def pieces_of_part(self, part: slice, of_slot: BytesOf) -> tuple[list[tuple[torch.Tensor, ...]], int]:
         """As :meth:`pieces` of a part of the weights in bytes, and how many of these come from the host: those that don't lie
@@ -378,6 +368,11 @@ class UnitRange:
     def __init__(self, whole: HostUnit, experts: ExpertRange) -> None:
         self.whole, self.experts = whole, experts
         self.layout = experts.layout(whole.layout)
+        runs = zip(self._runs(), whole.layout.entries, strict=True)
+        self.gradient_runs = [run for run, entry in runs if entry.spec.trainable]
+        """Its gradients in a slot: a run for each parameter that is trained."""
+        self.own_gradients = _own(self.gradient_runs, whole.share)
+        """As those of the whole unit."""
 
     @property
     def version(self) -> int:
@@ -389,16 +384,6 @@ class UnitRange:
     def pieces(self, of_slot: BytesOf) -> list[tuple[torch.Tensor, ...]]:
         """As those of the whole unit, one for each parameter."""
         return [(self.whole.weights[run.in_unit], of_slot(run.in_slot.start, run.in_slot.stop)) for run in self._runs()]
-
-    @functools.cached_property
-    def gradient_runs(self) -> list[GradientRun]:
-        """Its gradients in a slot: a run for each parameter that is trained."""
-        return [run for run, entry in zip(self._runs(), self.whole.layout.entries, strict=True) if entry.spec.trainable]
-
-    @functools.cached_property
-    def own_gradients(self) -> list[GradientRun]:
-        """As those of the whole unit."""
-        return _own(self.gradient_runs, self.whole.share)
 
     def _runs(self) -> Iterator[GradientRun]:
         for entry, own in zip(self.whole.layout.entries, self.layout.entries, strict=True):
