@@ -64,21 +64,17 @@ class Int8Moments(NamedTuple):
 
     def _pieces(self) -> Iterator[tuple[slice, Int8Moments]]:
         flat = Int8Moments(self.exp_avg.view(-1), self.exp_avg_sq.view(-1), self.exp_avg_scale, self.exp_avg_sq_scale)
-        total = flat.exp_avg.numel()
-        for first in range(0, total, _PIECE_ELEMENTS):
-            count = min(_PIECE_ELEMENTS, total - first)
-            yield slice(first, first + count), flat.run(first, count)
+        for first in range(0, len(flat.exp_avg), _PIECE_ELEMENTS):
+            yield slice(first, first + _PIECE_ELEMENTS), flat.run(first, _PIECE_ELEMENTS)  # the last one may be short
 
     def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
         """New fp32 tensors of the codes' shape: the moments that the next step begins with, to the bit."""
-        exp_avg = torch.empty(self.exp_avg.shape)
-        exp_avg_sq = torch.empty(self.exp_avg.shape)
+        exp_avg, exp_avg_sq = torch.empty(self.exp_avg.shape), torch.empty(self.exp_avg.shape)
         for place, piece in self._pieces():
-            codes = piece.exp_avg.int()
-            magnitudes = _shares(codes.abs(), _FIRST_OFFSET) * _spread(piece.exp_avg_scale, codes)
-            exp_avg.view(-1)[place] = torch.where(codes < 0, -magnitudes, magnitudes)
-            shares = _shares(piece.exp_avg_sq.int(), _SECOND_OFFSET)
-            exp_avg_sq.view(-1)[place] = shares * _spread(piece.exp_avg_sq_scale, codes)
+            firsts, seconds = piece.exp_avg.int(), piece.exp_avg_sq.int()
+            magnitudes = _shares(firsts.abs(), _FIRST_OFFSET) * _spread(piece.exp_avg_scale, firsts)
+            exp_avg.view(-1)[place] = magnitudes.copysign(firsts)
+            exp_avg_sq.view(-1)[place] = _shares(seconds, _SECOND_OFFSET) * _spread(piece.exp_avg_sq_scale, seconds)
         return exp_avg, exp_avg_sq
 
     def encode(self, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
