@@ -31,7 +31,7 @@ class SharedStore:
         self.order = OrderCheck(self.file, ranks, "gradients")
         self.units = 0
         """So far."""
-        self._asked = self.file.rows(ctypes.c_int64 * 1)
+        self._asked = self.file.rows(ctypes.c_int64)
         """How often each rank has asked all others for the states of their shares."""
         self._answered = self.file.rows(ctypes.c_int64 * ranks.size)
         """For each rank, the last of every rank's requests that it has answered; :data:`_ALL` if the host has its states."""
@@ -45,19 +45,19 @@ class SharedStore:
         memory_fence()  # others see the states before the number that tells of them
         answered = self._answered[self.ranks.rank]
         if are_ahead != (answered[0] != _ALL):
-            answered[:] = [asked if are_ahead else _ALL for (asked,) in self._asked]
+            answered[:] = [asked if are_ahead else _ALL for asked in self._asked]
 
     @property
     def is_asked_for_states(self) -> bool:
         """Whether any rank waits for this one in :meth:`ask_for_states`."""
-        return any(asked > done for (asked,), done in zip(self._asked, self._answered[self.ranks.rank], strict=True))
+        return any(asked > done for asked, done in zip(self._asked, self._answered[self.ranks.rank], strict=True))
 
     def ask_for_states(self) -> None:
         """Returns when every rank has the states of its shares on the host. Any rank may call it alone: the others' step
         workers bring them."""
         rank = self.ranks.rank
-        self._asked[rank][0] += 1
-        asked = self._asked[rank][0]
+        self._asked[rank] += 1
+        asked = self._asked[rank]
         memory_fence()
         wait_for(
             lambda: [other for other, answered in enumerate(self._answered) if answered[rank] < asked],
