@@ -38,7 +38,7 @@ class StatesOnDevice:
         self.units, self.size_bytes = [], 0
         if units:
             kernels = device_kernels(self._streams.device, self._kernels)
-            where = StepDevice(kernels, self._kernels, self._streams, [(unit.layout, unit.share) for unit in units])
+            where = StepDevice(kernels, self._kernels, self._streams, [unit.share for unit in units])
             made = [DeviceStates(unit.layout, unit.share, unit.moments_dtype, where) for unit in units]
             for unit, states in zip(units, made, strict=True):
                 unit.device_states = states

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,16 +30,10 @@ class StepDevice:
     one at a time: the step worker waits for each. Meanwhile the gradients of the next one come, on a stream of their own.
     ``streams``: see :class:`~megatrain_accelerate.transfer.streams.Streams`."""
 
-    def __init__(
-        self,
-        kernels: StepKernels,
-        host_kernels: HostKernels,
-        streams: Any,
-        shares: Sequence[tuple[FlatLayout, Share]],
-    ) -> None:
+    def __init__(self, kernels: StepKernels, host_kernels: HostKernels, streams: Any, shares: Iterable[Share]) -> None:
         self.device, self.kernels, self.host_kernels, self.streams = streams.device, kernels, host_kernels, streams
-        gradient_bytes = max(share.end_byte - share.begin_byte for _, share in shares)
-        sums_bytes = 2 * max(share.split(layout) for layout, share in shares)
+        sizes = [(share.end_byte - share.begin_byte, 2 * share.split_elements) for share in shares]
+        gradient_bytes, sums_bytes = map(max, zip(*sizes, strict=True))
         self.size_bytes = 2 * gradient_bytes + sums_bytes
         made = torch.empty(self.size_bytes, dtype=torch.uint8, device=self.device)
         self._buffer, self._next_buffer, self._sums = made.split([gradient_bytes, gradient_bytes, sums_bytes])
@@ -106,7 +100,7 @@ class DeviceStates:
         """Of tensors that show the host's states, by ``id``, since the last :meth:`leave`."""
         count, device = share.end - share.begin, where.device
         self._weights = torch.empty(share.end_byte - share.begin_byte, dtype=torch.uint8, device=device)
-        self._residuals = torch.empty(share.split(layout), dtype=torch.int16, device=device)
+        self._residuals = torch.empty(share.split_elements, dtype=torch.int16, device=device)
         self._moments = FloatMoments(*(torch.empty(count, dtype=moments_dtype, device=device) for _ in range(2)))
         self.size_bytes = sum(state.nbytes for state in (self._weights, self._residuals, *self._moments))
 
@@ -143,7 +137,6 @@ class DeviceStates:
         """Steps the segments, which lie in the share, from the gradients of ``host``, the unit's whole states there, or those
         that were ``expected``. The stepped weights are on the host, too, when this returns."""
         share, where = self._share, self._where
-        split = share.split(self._layout)
         assert host.gradients is not None
         on_host = host.gradients[share.bytes] if expected is None else expected
         with where.at_work():
@@ -155,7 +148,7 @@ class DeviceStates:
             gradients, sums = where.arrived(on_host), None
             if any(segment.is_sum for segment in segments):
                 assert host.gradient_residuals is not None
-                sums = where.sums(host.gradient_residuals[share.begin : share.begin + split])
+                sums = where.sums(host.gradient_residuals[share.begin : share.begin + share.split_elements])
             own = FlatStates(share.begin, self._weights, self._residuals, self._moments, gradients, sums)
             step_segments(self._layout, own, segments, where.kernels)
             where.bring_next()
