@@ -12,7 +12,6 @@ import ctypes
 import math
 import mmap
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -118,12 +117,7 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor, kernels: HostKernels)
 
 
 def copy_staged(
-    target: torch.Tensor,
-    source: torch.Tensor,
-    buffers: torch.Tensor,
-    events: Sequence[Any],
-    kernels: HostKernels,
-    to_host: bool,
+    target: torch.Tensor, source: torch.Tensor, buffers: torch.Tensor, events: list[Any], kernels: HostKernels, to_host: bool
 ) -> None:
     """See :func:`copy_bytes`: the host fills or empties one of two page-locked ``buffers`` while the link copies the other.
     ``events``: one for each, complete until it is first recorded."""

@@ -63,7 +63,6 @@ class HostUnit:
         self._register = register
         self.moments_dtype = moments_dtype
         self.memory: dict[str, HostMemory | DeviceMemory] = {}
-        """By what it holds."""
         self._promised: set[str] = set()
         """What memory was promised for, whether it has been made or not."""
         self.layout = FlatLayout.of(parameters, dtypes)
@@ -72,7 +71,6 @@ class HostUnit:
         self.sums_device: torch.device | None = None
         """Where fp32 sums of gradients are made, if not at the unit's home: residents' are wherever these compute."""
         self.shared = None if store is None else SharedUnit(store, self.layout, self.sizes)
-        """Its places in memory that several ranks share, and this one's share."""
         self.share = self.layout.share_of(0, 1) if self.shared is None else self.shared.share
         """What of the states this process steps: all of them unless ranks share the unit."""
         self.gradient_runs = self.layout.gradient_runs
@@ -82,16 +80,12 @@ class HostUnit:
         self.device_states: DeviceStates | None = None
         """The share's on the device, where it is stepped there while the unit lives on the host."""
         self.version = 0
+        # Flat, as :class:`FlatStates` has them; empty or None before they are made.
         self.weights = torch.empty(0)
-        """Flat weights, uint8: what one copy moves to a slot."""
         self.residuals = torch.empty(0, dtype=torch.int16)
-        """Flat low halves of the masters, int16. Empty before they are made."""
         self.gradients: torch.Tensor | None = None
-        """Flat gradients, uint8: what one copy brings from a gradient slot. None before they are made."""
         self.gradient_residuals: torch.Tensor | None = None
-        """Flat low halves of fp32 gradient sums, int16. None before they are made."""
         self.moments: Moments | None = None
-        """Flat moments of the fused optimizer. None before they are made."""
         self.passes_gradients = False
         """Whether gradients have no memory here: :attr:`gradients` is then the buffer that they came in last."""
         self.states = [
