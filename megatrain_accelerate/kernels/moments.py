@@ -31,12 +31,10 @@ def moment_bytes(elements: int, dtype: torch.dtype) -> int:
 
 
 class FloatMoments(NamedTuple):
-    """Both moments of a run of N elements in fp32 or bf16, as views of their unit's memory."""
+    """Both moments of a run of N elements, of any shape, in fp32 or bf16, as views of their unit's memory."""
 
     exp_avg: torch.Tensor
-    """N elements of any shape."""
     exp_avg_sq: torch.Tensor
-    """The same, of the same dtype."""
 
     def run(self, first: int, count: int) -> FloatMoments:
         """``count`` elements from ``first``; of flat moments."""
@@ -44,16 +42,13 @@ class FloatMoments(NamedTuple):
 
 
 class Int8Moments(NamedTuple):
-    """Both moments of a run of N elements that begins a block, as views of their unit's memory."""
+    """Both moments of a run of N elements, of any shape, that begins a block, as views of their unit's memory: codes in int8
+    and in uint8, and the scales of each, (:func:`block_count` of N) float32."""
 
     exp_avg: torch.Tensor
-    """int8 codes, N elements of any shape."""
     exp_avg_sq: torch.Tensor
-    """uint8 codes of the same shape."""
     exp_avg_scale: torch.Tensor
-    """(:func:`block_count` of N) float32."""
     exp_avg_sq_scale: torch.Tensor
-    """The same, of the second moment."""
 
     def run(self, first: int, count: int) -> Int8Moments:
         """``count`` elements from ``first``, a multiple of the block; of flat moments."""

@@ -1,6 +1,5 @@
 """The store: the home of weights, fp32 masters, moments and gradients, unit by unit, on the host unless the plan moves a unit.
-A bf16 weight's fp32 master is split: the bf16 half that streams to the GPU and a 16-bit signed residual, so that ``master bits
-== (weight bits << 16) + residual`` exactly. An fp32 weight is its own master."""
+A bf16 weight, which is what streams, and its residual are the master (``csrc/split_master.h``); an fp32 weight is its own."""
 
 from __future__ import annotations
 
