@@ -82,6 +82,8 @@ class FlatLayout:
                     self.split_elements = self.state_elements
         self.entries = tuple(places[spec.name] for spec in specs)
         """Entries in the order of the given specs (model order)."""
+        self.parameter_count = sum(spec.numel for spec in specs)
+        """Without padding."""
         self.trainable_entries = [entry for entry in self.entries if entry.spec.trainable]
         self.key = _keys.setdefault(tuple((entry.spec, entry.weight_offset) for entry in self.entries), len(_keys))
         """Equal for units of equal layout, whose views of a slot can be shared."""
@@ -94,11 +96,6 @@ class FlatLayout:
     def of(cls, parameters: Iterable[tuple[str, nn.Parameter]], dtypes: Mapping[int, torch.dtype]) -> FlatLayout:
         """That of named parameters, of which each computes in its one of ``dtypes``, by ``id``."""
         return cls(ParameterSpec(name, tuple(p.shape), dtypes[id(p)], p.requires_grad) for name, p in parameters)
-
-    @property
-    def parameter_count(self) -> int:
-        """Parameters without padding."""
-        return sum(entry.spec.numel for entry in self.entries)
 
     def share_of(self, rank: int, ranks: int) -> Share:
         """What of the trained parameters one of several ranks steps: whole 128-element blocks, as equally as they go. Of one

@@ -3,7 +3,7 @@ A bf16 weight, which is what streams, and its residual are the master (``csrc/sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -361,7 +361,11 @@ class UnitRange:
     def __init__(self, whole: HostUnit, experts: ExpertRange) -> None:
         self.whole, self.experts = whole, experts
         self.layout = experts.layout(whole.layout)
-        runs = zip(self._runs(), whole.layout.entries, strict=True)
+        self._runs: list[GradientRun] = []
+        for entry, own in zip(whole.layout.entries, self.layout.entries, strict=True):
+            begin, end = (entry.spec.dtype.itemsize * place for place in experts.elements(entry))
+            self._runs.append(GradientRun(entry.spec.dtype, own.weight_offset, entry.weight_offset + begin, end - begin))
+        runs = zip(self._runs, whole.layout.entries, strict=True)
         self.gradient_runs = [run for run, entry in runs if entry.spec.trainable]
         """Its gradients in a slot: a run for each parameter that is trained."""
         self.own_gradients = _own(self.gradient_runs, whole.share)
@@ -376,12 +380,7 @@ class UnitRange:
 
     def pieces(self, of_slot: BytesOf) -> list[tuple[torch.Tensor, ...]]:
         """As those of the whole unit, one for each parameter."""
-        return [(self.whole.weights[run.in_unit], of_slot(run.in_slot.start, run.in_slot.stop)) for run in self._runs()]
-
-    def _runs(self) -> Iterator[GradientRun]:
-        for entry, own in zip(self.whole.layout.entries, self.layout.entries, strict=True):
-            begin, end = (entry.spec.dtype.itemsize * place for place in self.experts.elements(entry))
-            yield GradientRun(entry.spec.dtype, own.weight_offset, entry.weight_offset + begin, end - begin)
+        return [(self.whole.weights[run.in_unit], of_slot(run.in_slot.start, run.in_slot.stop)) for run in self._runs]
 
     def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
         """The range's part of a parameter's tensor, or of a gradient's, as far as this process steps it."""
