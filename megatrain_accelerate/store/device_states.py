@@ -36,7 +36,7 @@ class StepDevice:
         gradient_bytes, sums_bytes = map(max, zip(*sizes, strict=True))
         self.size_bytes = 2 * gradient_bytes + sums_bytes
         made = torch.empty(self.size_bytes, dtype=torch.uint8, device=self.device)
-        self._buffer, self._next_buffer, self._sums = made.split([gradient_bytes, gradient_bytes, sums_bytes])
+        self._buffer, self._next_buffer, self.sums = made.split([gradient_bytes, gradient_bytes, sums_bytes])
         self.expected: collections.deque[torch.Tensor] = collections.deque()
         """Gradients on the host, in the order of steps. Nobody writes to them before their step is over."""
         self._coming: torch.Tensor | None = None
@@ -77,12 +77,6 @@ class StepDevice:
             self._next_buffer[: gradients.numel()].copy_(gradients, non_blocking=True)
             self._arrived_event.record(self.streams.arriving_stream)
         self._coming = gradients
-
-    def sums(self, residuals: torch.Tensor) -> torch.Tensor:
-        """These residuals of gradients on the device, until the next call; copied at once, since they aren't page-locked."""
-        here = self._sums[: 2 * residuals.numel()].view(torch.int16)
-        copy_bytes(here, residuals, self.host_kernels)
-        return here
 
 
 class DeviceStates:
@@ -148,7 +142,9 @@ class DeviceStates:
             gradients, sums = where.arrived(on_host), None
             if any(segment.is_sum for segment in segments):
                 assert host.gradient_residuals is not None
-                sums = where.sums(host.gradient_residuals[share.begin : share.begin + share.split_elements])
+                sums = where.sums[: 2 * share.split_elements].view(torch.int16)
+                of_host = host.gradient_residuals[share.begin : share.begin + share.split_elements]
+                copy_bytes(sums, of_host, where.host_kernels)  # at once, since they aren't page-locked
             own = FlatStates(share.begin, self._weights, self._residuals, self._moments, gradients, sums)
             step_segments(self._layout, own, segments, where.kernels)
             where.bring_next()
