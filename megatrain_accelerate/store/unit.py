@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.kernels.device import StepKernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.kernels.moments import Moments, moment_bytes, moments_within
@@ -168,8 +168,12 @@ class HostUnit:
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
         """Sets a parameter's master, and so its weight, from any floating ``value`` of its shape; else a ``StateError``. An
         ``UnsupportedError`` where ranks share it, unless each writes the same."""
-        if self.shared is not None:
-            self.shared.refuse_written(self.name)
+        if self.shared is not None and not self.shared.store.is_loading:
+            raise UnsupportedError(
+                f"weights of {self.name} were written to, which several processes share: each would write over what "
+                "another one has written. Change weights before accelerator.prepare(), or by load_state_dict(), or set "
+                "num_processes: 1"
+            )
         self.bring_states()
         if value.shape != state.weight.shape or not value.is_floating_point() or value.is_meta:
             raise StateError(
