@@ -10,11 +10,11 @@ import weakref
 from megatrain_accelerate.errors import HostMemoryError
 from megatrain_accelerate.units import format_bytes
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _FAILED = ctypes.c_void_p(-1).value
 
 Pages = ctypes.Array[ctypes.c_char]
@@ -27,14 +27,14 @@ def map_pages(size_bytes: int, file: int = -1, offset: int = 0) -> Pages:
     tables, a later write would move registered pages away from where the driver knows them, and a fork that outlives its
     process would hold the file. Raises a ``HostMemoryError``, with size and remedy, where the kernel refuses."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if file < 0 else mmap.MAP_SHARED
-    address = _libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, offset)
+    address = libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, offset)
     if address == _FAILED:
         raise HostMemoryError(
             f"the kernel refused {format_bytes(size_bytes)} of host memory ({os.strerror(ctypes.get_errno())}); "
             "check `ulimit -v`, vm.overcommit_memory and the free memory"
         )
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-        _libc.madvise(address, size_bytes, advice)
+        libc.madvise(address, size_bytes, advice)
     pages = (ctypes.c_char * size_bytes).from_address(address)
-    weakref.finalize(pages, _libc.munmap, address, size_bytes).atexit = False
+    weakref.finalize(pages, libc.munmap, address, size_bytes).atexit = False
     return pages

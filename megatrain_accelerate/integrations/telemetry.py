@@ -272,7 +272,7 @@ class StepTrace:
             "step": self._request.step,
             "device": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "the CPU",
             "pid": os.getpid(),
-            "threads": {LAUNCHER: threading.get_native_id(), WORKER: engine.runtime.worker.native_id},
+            "threads": {LAUNCHER: threading.get_native_id(), WORKER: engine.runtime.worker.thread.native_id},
             "begin_ns": self._begin_ns,
             "end_ns": end_ns,
             "clock_to_unix_ns": time.time_ns() - time.perf_counter_ns(),

@@ -31,12 +31,10 @@ def moment_bytes(elements: int, dtype: torch.dtype) -> int:
 
 
 class FloatMoments(NamedTuple):
-    """Both moments of a run of N elements in fp32 or bf16, as views of their unit's memory."""
+    """Both moments of a run of N elements, of any shape, in fp32 or bf16, as views of their unit's memory."""
 
     exp_avg: torch.Tensor
-    """N elements of any shape."""
     exp_avg_sq: torch.Tensor
-    """The same, of the same dtype."""
 
     def run(self, first: int, count: int) -> FloatMoments:
         """``count`` elements from ``first``; of flat moments."""
@@ -44,16 +42,13 @@ class FloatMoments(NamedTuple):
 
 
 class Int8Moments(NamedTuple):
-    """Both moments of a run of N elements that begins a block, as views of their unit's memory."""
+    """Both moments of a run of N elements, of any shape, that begins a block, as views of their unit's memory: codes in int8
+    and in uint8, and the scales of each, (:func:`block_count` of N) float32."""
 
     exp_avg: torch.Tensor
-    """int8 codes, N elements of any shape."""
     exp_avg_sq: torch.Tensor
-    """uint8 codes of the same shape."""
     exp_avg_scale: torch.Tensor
-    """(:func:`block_count` of N) float32."""
     exp_avg_sq_scale: torch.Tensor
-    """The same, of the second moment."""
 
     def run(self, first: int, count: int) -> Int8Moments:
         """``count`` elements from ``first``, a multiple of the block; of flat moments."""
@@ -64,21 +59,17 @@ class Int8Moments(NamedTuple):
 
     def _pieces(self) -> Iterator[tuple[slice, Int8Moments]]:
         flat = Int8Moments(self.exp_avg.view(-1), self.exp_avg_sq.view(-1), self.exp_avg_scale, self.exp_avg_sq_scale)
-        total = flat.exp_avg.numel()
-        for first in range(0, total, _PIECE_ELEMENTS):
-            count = min(_PIECE_ELEMENTS, total - first)
-            yield slice(first, first + count), flat.run(first, count)
+        for first in range(0, len(flat.exp_avg), _PIECE_ELEMENTS):
+            yield slice(first, first + _PIECE_ELEMENTS), flat.run(first, _PIECE_ELEMENTS)  # the last one may be short
 
     def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
         """New fp32 tensors of the codes' shape: the moments that the next step begins with, to the bit."""
-        exp_avg = torch.empty(self.exp_avg.shape)
-        exp_avg_sq = torch.empty(self.exp_avg.shape)
+        exp_avg, exp_avg_sq = torch.empty(self.exp_avg.shape), torch.empty(self.exp_avg.shape)
         for place, piece in self._pieces():
-            codes = piece.exp_avg.int()
-            magnitudes = _shares(codes.abs(), _FIRST_OFFSET) * _spread(piece.exp_avg_scale, codes)
-            exp_avg.view(-1)[place] = torch.where(codes < 0, -magnitudes, magnitudes)
-            shares = _shares(piece.exp_avg_sq.int(), _SECOND_OFFSET)
-            exp_avg_sq.view(-1)[place] = shares * _spread(piece.exp_avg_sq_scale, codes)
+            firsts, seconds = piece.exp_avg.int(), piece.exp_avg_sq.int()
+            magnitudes = _shares(firsts.abs(), _FIRST_OFFSET) * _spread(piece.exp_avg_scale, firsts)
+            exp_avg.view(-1)[place] = magnitudes.copysign(firsts)
+            exp_avg_sq.view(-1)[place] = _shares(seconds, _SECOND_OFFSET) * _spread(piece.exp_avg_sq_scale, seconds)
         return exp_avg, exp_avg_sq
 
     def encode(self, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:

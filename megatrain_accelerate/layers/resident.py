@@ -49,8 +49,6 @@ class ResidentGroup:
         # Clones also where the device is the CPU: the device's copies and the host's must not be one there either.
         if on_device:
             weights = [state.weight for state in self.unit.states]
-        elif self.unit.shared is None:
-            weights = [self.unit.weight_on(device, state) for state in self.unit.states]
         else:
             self._buffer, weights = self.unit.weights_on(device)
         for state, weight in zip(self.unit.states, weights, strict=True):

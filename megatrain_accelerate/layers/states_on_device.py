@@ -10,7 +10,7 @@ import torch
 from megatrain_accelerate.errors import StepWorkerError
 from megatrain_accelerate.kernels.device import device_kernels
 from megatrain_accelerate.kernels.host import HostKernels
-from megatrain_accelerate.store.device_states import DeviceStates, StepDevice, states_bytes
+from megatrain_accelerate.store.device_states import DeviceStates, StepDevice
 from megatrain_accelerate.store.segments import Segment
 from megatrain_accelerate.store.shared_store import SharedStore
 from megatrain_accelerate.store.step_worker import StepWorker
@@ -25,11 +25,8 @@ class StatesOnDevice:
     def __init__(self, streams: Streams, worker: StepWorker, kernels: HostKernels, shared: SharedStore | None) -> None:
         self._streams, self._worker, self._kernels, self._shared = streams, worker, kernels, shared
         self.units: list[HostUnit] = []
-
-    @property
-    def size_bytes(self) -> int:
+        self.size_bytes = 0
         """Of the states on the device, and of the buffers for gradients."""
-        return states_bytes((unit.layout, unit.share, unit.moments_dtype) for unit in self.units)
 
     def place(self, units: Sequence[HostUnit]) -> None:
         """These units have states on the device from now on, and no others: those of before must have been brought. A
@@ -38,14 +35,14 @@ class StatesOnDevice:
             self._worker.watch(self._bring_if_asked if units else None)
         for unit in self.units:
             unit.device_states = None
-        self.units = []
+        self.units, self.size_bytes = [], 0
         if units:
             kernels = device_kernels(self._streams.device, self._kernels)
-            where = StepDevice(kernels, self._kernels, self._streams, [(unit.layout, unit.share) for unit in units])
+            where = StepDevice(kernels, self._kernels, self._streams, [unit.share for unit in units])
             made = [DeviceStates(unit.layout, unit.share, unit.moments_dtype, where) for unit in units]
             for unit, states in zip(units, made, strict=True):
                 unit.device_states = states
-            self.units = list(units)
+            self.units, self.size_bytes = list(units), where.size_bytes + sum(states.size_bytes for states in made)
 
     def step(self, unit: HostUnit, states: DeviceStates, segments: Sequence[Segment], expected: torch.Tensor | None) -> None:
         """As :meth:`DeviceStates.step`, of segments that are in this process's share. Called by the step worker."""

@@ -74,6 +74,16 @@ def _refuse_written(unit: HostUnit, states: Sequence[ParameterState], versions_t
         )
 
 
+def _refuse_rewritten(done: Iterable[Step]) -> None:
+    """Gradients that were used in backward must still be what they were."""
+    if rewritten := sum(not state.has_norm or state.is_rewritten for state, _ in done):
+        raise StateError(
+            f"{rewritten} gradients were changed, replaced or dropped between backward and step() (by a callback, a hook or "
+            "clipping in the script), but their layers were stepped in backward already, since max_grad_norm is 0; set "
+            "megatrain_config.step_schedule to 'deferred' (and host_gradients to 'kept')"
+        )
+
+
 def _step_on_device(units: Iterable[tuple[HostUnit, Sequence[Step]]]) -> None:
     """Steps parameters of units that live on the device in place, each from its own ``parameter.grad``."""
     stepped, found = [(unit, steps) for unit, steps in units if steps], []
@@ -104,7 +114,7 @@ class FusedStep(HostStep):
         """``id`` of each parameter whose moments stand in the optimizer's state, unless somebody put others there."""
         super().__init__(optimizer, runtime)
         self._group_of: dict[int, dict[str, Any]] = {}
-        self._stepped_in_backward: dict[int, AdamArguments] = {}
+        self._stepped_in_backward: dict[int, Step] = {}
         # Views of an earlier engine's store would keep all of it.
         idle = [p for p in parameters_of(optimizer) if not runtime.trains(p) and id(p) in self._trained_before]
         own_copies([optimizer.state.get(parameter) for parameter in idle], runtime.config.host_memory_gib)
@@ -290,7 +300,7 @@ class FusedStep(HostStep):
         refuse_unfused(optimizer.param_groups)
         self.schedule, self.then = self.then or self.schedule, None
         done, self._stepped_in_backward = self._stepped_in_backward, {}
-        self._refuse_rewritten(optimizer, done)
+        _refuse_rewritten(done.values())
         found, outside = self.with_gradients(optimizer)
         if runtime.config.passes_gradients:
             refuse_unstepped([*runtime.layers, *runtime.experts], {id(state.parameter) for state, _ in found} - done.keys())
@@ -332,25 +342,12 @@ class FusedStep(HostStep):
             runtime.drain()
         runtime.watch.begin()
 
-    def _refuse_rewritten(self, optimizer: Optimizer, done: dict[int, AdamArguments]) -> None:
-        """Gradients that were used in backward must still be what they were."""
-        found = [self.runtime.state_of(parameter) for parameter in parameters_of(optimizer) if id(parameter) in done]
-        rewritten = sum(state is None or not state.has_norm or state.is_rewritten for state in found)
-        if rewritten:
-            raise StateError(
-                f"{rewritten} gradients were changed, replaced or dropped between backward and step() (by a callback, a hook "
-                "or clipping in the script), but their layers were stepped in backward already, since max_grad_norm is 0; "
-                "set megatrain_config.step_schedule to 'deferred' (and host_gradients to 'kept')"
-            )
-
-    def _check_stepped_in_backward(
-        self, found: list[Found], factors: dict[int, float], done: dict[int, AdamArguments]
-    ) -> None:
+    def _check_stepped_in_backward(self, found: list[Found], factors: dict[int, float], done: dict[int, Step]) -> None:
         """Steps taken in backward must be the ones that ``step()`` would have taken."""
         with self.runtime.meter.blocked_by(Cause.HOST_STEP):
             self.runtime.worker.drain()
         stepped = [(state, group) for state, group in found if id(state.parameter) in done]
-        used = [done[id(state.parameter)] for state, _ in stepped]
+        used = [done[id(state.parameter)][1] for state, _ in stepped]
         wanted = self._steps(stepped, (arguments.step for arguments in used), factors)
         for (state, arguments), arguments_then in zip(wanted, used, strict=True):
             entry = self._optimizer.state.get(state.parameter)
@@ -406,5 +403,5 @@ class FusedStep(HostStep):
             return finite
 
         self._submit(layer, steps, before=gradients_are_finite)
-        self._stepped_in_backward |= {id(state.parameter): arguments for state, arguments in steps}
+        self._stepped_in_backward |= {id(step[0].parameter): step for step in steps}
         return True

@@ -11,12 +11,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import select
 import sys
 import threading
 import time
+from multiprocessing import connection
 from multiprocessing.util import Finalize
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,7 +26,7 @@ from megatrain_accelerate.parallel.shared_file import SharedFile
 
 _CAUSE_BYTES, _PLACE_BYTES = 1000, 120
 _SAME = "Every process must run the same script, and take as many steps"
-_POLL_MILLISECONDS = 100
+_POLL_SECONDS = 0.1
 _GRACE_SECONDS = 0.5
 """Time to learn that another rank has ended, before a failed collective is taken for this rank's own failure."""
 _NOTICE_SECONDS = 120.0
@@ -88,19 +89,16 @@ class Lifeline:
         self._notices[self._rank].cause = cause.encode()[:_CAUSE_BYTES]
 
     def _watch(self) -> None:
-        poll = select.poll()
-        for descriptor in self._watched:
-            poll.register(descriptor, select.POLLIN)
         while True:
             self._watch_meeting()
-            ended = {self._watched[descriptor] for descriptor, _ in poll.poll(_POLL_MILLISECONDS)}
+            readable: list[Any] = connection.wait(self._watched, _POLL_SECONDS)
+            ended = {self._watched[descriptor] for descriptor in readable}
             for rank, notice in enumerate(self._notices):
                 if rank != self._rank and (notice.cause or (rank in ended and not notice.left_in_order)):
                     cause = notice.cause.decode(errors="replace")
                     killed = "has ended without an error: it was killed, perhaps for the memory that it took"
                     self._end(cause or f"{self._name(rank)} {killed}")
-            for descriptor in [descriptor for descriptor, rank in self._watched.items() if rank in ended]:
-                poll.unregister(descriptor)
+            for descriptor in readable:
                 os.close(descriptor)
                 del self._watched[descriptor]
 

@@ -49,10 +49,7 @@ class Ranks:
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The ``value`` of the rank ``source``, on all ranks. Anything that can be pickled."""
-        box = [value]
-        with self._meeting():
-            dist.broadcast_object_list(box, src=source, group=self._control)
-        return box[0]
+        return self.gather(value)[source]
 
     def gather(self, value: Any) -> list[Any]:
         """The ``value`` of each rank, in their order, on all of them. Anything that can be pickled."""

@@ -12,7 +12,7 @@ import collections
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,34 +25,20 @@ from megatrain_accelerate.store.layout import FlatLayout, Share
 from megatrain_accelerate.store.segments import FlatStates, Segment, step_segments
 
 
-class DeviceStreams(Protocol):
-    """What steps on a device use of :class:`~megatrain_accelerate.transfer.streams.Streams`."""
-
-    device: torch.device
-    step_stream: Any
-    arriving_stream: Any
-
-    def event(self) -> Any: ...
-
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]: ...
-
-
 class StepDevice:
     """Where units' shares are stepped: the device, its kernels and streams, and buffers on the device for gradients. Steps run
-    one at a time: the step worker waits for each. Meanwhile the gradients of the next one come, on a stream of their own."""
+    one at a time: the step worker waits for each. Meanwhile the gradients of the next one come, on a stream of their own.
+    ``streams``: see :class:`~megatrain_accelerate.transfer.streams.Streams`."""
 
-    def __init__(
-        self,
-        kernels: StepKernels,
-        host_kernels: HostKernels,
-        streams: DeviceStreams,
-        shares: Iterable[tuple[FlatLayout, Share]],
-    ) -> None:
+    def __init__(self, kernels: StepKernels, host_kernels: HostKernels, streams: Any, shares: Iterable[Share]) -> None:
         self.device, self.kernels, self.host_kernels, self.streams = streams.device, kernels, host_kernels, streams
-        gradient_bytes, sums_bytes = _buffer_bytes(shares)
-        made = torch.empty(2 * gradient_bytes + sums_bytes, dtype=torch.uint8, device=self.device)
-        self._buffer, self._next_buffer, self._sums = made.split([gradient_bytes, gradient_bytes, sums_bytes])
-        self._expected: collections.deque[torch.Tensor] = collections.deque()
+        sizes = [(share.end_byte - share.begin_byte, 2 * share.split_elements) for share in shares]
+        gradient_bytes, sums_bytes = map(max, zip(*sizes, strict=True))
+        self.size_bytes = 2 * gradient_bytes + sums_bytes
+        made = torch.empty(self.size_bytes, dtype=torch.uint8, device=self.device)
+        self._buffer, self._next_buffer, self.sums = made.split([gradient_bytes, gradient_bytes, sums_bytes])
+        self.expected: collections.deque[torch.Tensor] = collections.deque()
+        """Gradients on the host, in the order of steps. Nobody writes to them before their step is over."""
         self._coming: torch.Tensor | None = None
         """Those on the host whose copy is in ``_next_buffer``, or on its way there; None if there are none."""
         self._arrived_event = streams.event()
@@ -68,14 +54,10 @@ class StepDevice:
             finally:
                 self.streams.step_stream.synchronize()
 
-    def expect(self, gradients: torch.Tensor) -> None:
-        """Announces gradients on the host, in the order of steps. Nobody writes to them before their step is over."""
-        self._expected.append(gradients)
-
     def arrived(self, gradients: torch.Tensor) -> torch.Tensor:
         """These gradients on the device: what is issued to the step stream from now on sees them."""
-        if any(other is gradients for other in self._expected):
-            while self._expected.popleft() is not gradients:
+        if any(other is gradients for other in self.expected):
+            while self.expected.popleft() is not gradients:
                 continue  # of a step that was taken, and not applied
         if self._coming is not gradients:
             self._bring(gradients)
@@ -87,37 +69,14 @@ class StepDevice:
     def bring_next(self) -> None:
         """The gradients that are expected next begin to come. Called when the kernels of a step are launched, for which a
         table is copied to the device, too: behind these gradients it would come late."""
-        if self._expected:
-            self._bring(self._expected[0])  # WAR: the last step that read the other buffer is over
+        if self.expected:
+            self._bring(self.expected[0])  # WAR: the last step that read the other buffer is over
 
     def _bring(self, gradients: torch.Tensor) -> None:
         with self.streams.on(self.streams.arriving_stream):
             self._next_buffer[: gradients.numel()].copy_(gradients, non_blocking=True)
             self._arrived_event.record(self.streams.arriving_stream)
         self._coming = gradients
-
-    def sums(self, residuals: torch.Tensor) -> torch.Tensor:
-        """These residuals of gradients on the device, until the next call; copied at once, since they aren't page-locked."""
-        here = self._sums[: 2 * residuals.numel()].view(torch.int16)
-        copy_bytes(here, residuals, self.host_kernels)
-        return here
-
-
-def states_bytes(shares: Iterable[tuple[FlatLayout, Share, torch.dtype]]) -> int:
-    """Bytes on the device of these shares' weights, residuals and moments (of that dtype), and of buffers for gradients."""
-    found = [*shares]
-    states = sum(
-        share.end_byte - share.begin_byte + 2 * share.split(layout) + 2 * dtype.itemsize * (share.end - share.begin)
-        for layout, share, dtype in found
-    )
-    gradient_bytes, sums_bytes = _buffer_bytes((layout, share) for layout, share, _ in found)
-    return states + 2 * gradient_bytes + sums_bytes
-
-
-def _buffer_bytes(shares: Iterable[tuple[FlatLayout, Share]]) -> tuple[int, int]:
-    """Bytes of the gradients of the largest of these shares, and of the residuals of their fp32 sums."""
-    sizes = [(share.end_byte - share.begin_byte, 2 * share.split(layout)) for layout, share in shares]
-    return max((gradients for gradients, _ in sizes), default=0), max((sums for _, sums in sizes), default=0)
 
 
 class DeviceStates:
@@ -135,8 +94,9 @@ class DeviceStates:
         """Of tensors that show the host's states, by ``id``, since the last :meth:`leave`."""
         count, device = share.end - share.begin, where.device
         self._weights = torch.empty(share.end_byte - share.begin_byte, dtype=torch.uint8, device=device)
-        self._residuals = torch.empty(share.split(layout), dtype=torch.int16, device=device)
+        self._residuals = torch.empty(share.split_elements, dtype=torch.int16, device=device)
         self._moments = FloatMoments(*(torch.empty(count, dtype=moments_dtype, device=device) for _ in range(2)))
+        self.size_bytes = sum(state.nbytes for state in (self._weights, self._residuals, *self._moments))
 
     def refuse_written(self, name: str, shown: Sequence[torch.Tensor]) -> None:
         """Raises a ``StateError`` where somebody wrote to these residuals and moments, which an optimizer's state shows, while
@@ -155,7 +115,7 @@ class DeviceStates:
         them, for :meth:`step`."""
         assert host.gradients is not None
         expected = host.gradients[self._share.bytes]
-        self._where.expect(expected)
+        self._where.expected.append(expected)
         return expected
 
     def weights_of(self, part: slice) -> tuple[slice, torch.Tensor] | None:
@@ -171,7 +131,6 @@ class DeviceStates:
         """Steps the segments, which lie in the share, from the gradients of ``host``, the unit's whole states there, or those
         that were ``expected``. The stepped weights are on the host, too, when this returns."""
         share, where = self._share, self._where
-        split = share.split(self._layout)
         assert host.gradients is not None
         on_host = host.gradients[share.bytes] if expected is None else expected
         with where.at_work():
@@ -183,7 +142,9 @@ class DeviceStates:
             gradients, sums = where.arrived(on_host), None
             if any(segment.is_sum for segment in segments):
                 assert host.gradient_residuals is not None
-                sums = where.sums(host.gradient_residuals[share.begin : share.begin + split])
+                sums = where.sums[: 2 * share.split_elements].view(torch.int16)
+                of_host = host.gradient_residuals[share.begin : share.begin + share.split_elements]
+                copy_bytes(sums, of_host, where.host_kernels)  # at once, since they aren't page-locked
             own = FlatStates(share.begin, self._weights, self._residuals, self._moments, gradients, sums)
             step_segments(self._layout, own, segments, where.kernels)
             where.bring_next()

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import ctypes
 import mmap
 import operator
 from collections.abc import Iterable, Sequence
 
 import torch
 
+from megatrain_accelerate.pages import libc
 from megatrain_accelerate.units import round_up
 
 _MADV_PAGEOUT = 21  # Linux 5.4: gives clean pages back; what was written to is kept
@@ -52,21 +52,17 @@ class FileMappings:
 
 def read_ahead(ranges: Sequence[PageRange]) -> None:
     """Starts reading the pages from disk. Returns before they are there."""
-    _advise(ranges, mmap.MADV_WILLNEED)
+    for start, end in ranges:
+        libc.madvise(start, end - start, mmap.MADV_WILLNEED)
 
 
 def page_out(ranges: Sequence[PageRange]) -> None:
     """Gives the memory of the pages back now. Whoever reads them again finds the same values, from disk."""
-    _advise(ranges, _MADV_PAGEOUT)
+    for start, end in ranges:
+        libc.madvise(start, end - start, _MADV_PAGEOUT)
 
 
 def trim_heap() -> None:
     """Gives freed memory that the C library holds back to the system: that of tensors too small for mappings of their own."""
-    with contextlib.suppress(AttributeError, OSError):  # another C library than glibc
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _advise(ranges: Sequence[PageRange], advice: int) -> None:
-    with contextlib.suppress(AttributeError, OSError):
-        for start, end in ranges:
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        libc.malloc_trim(0)

@@ -12,7 +12,6 @@ import ctypes
 import math
 import mmap
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -91,10 +90,8 @@ class DeviceMemory:
 
     def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor over a part of the block, with a storage of its own, see :meth:`HostMemory.tensor`."""
-        count = math.prod(shape)
-        if count == 0:
-            return torch.empty(shape, dtype=dtype, device=self._block.device)
-        return with_own_storage(self._block[offset_bytes : offset_bytes + count * dtype.itemsize].view(dtype).view(shape))
+        part = self._block[offset_bytes : offset_bytes + math.prod(shape) * dtype.itemsize]
+        return with_own_storage(part.view(dtype).view(shape))
 
     def close(self) -> None:
         """Nothing to unregister."""
@@ -102,7 +99,7 @@ class DeviceMemory:
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor whose storage begins at its own address: serialisers take a shared one for tied weights."""
-    return torch.from_dlpack(view.detach()) if view.numel() else view
+    return torch.from_dlpack(view.detach()) if view.numel() else torch.empty_like(view)
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor, kernels: HostKernels) -> None:
@@ -120,12 +117,7 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor, kernels: HostKernels)
 
 
 def copy_staged(
-    target: torch.Tensor,
-    source: torch.Tensor,
-    buffers: torch.Tensor,
-    events: Sequence[Any],
-    kernels: HostKernels,
-    to_host: bool,
+    target: torch.Tensor, source: torch.Tensor, buffers: torch.Tensor, events: list[Any], kernels: HostKernels, to_host: bool
 ) -> None:
     """See :func:`copy_bytes`: the host fills or empties one of two page-locked ``buffers`` while the link copies the other.
     ``events``: one for each, complete until it is first recorded."""

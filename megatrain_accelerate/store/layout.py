@@ -71,7 +71,6 @@ class FlatLayout:
         self.split_elements = 0
         """Elements with a residual: the length of the residual array."""
         self.gradient_bytes = 0
-        """Bytes of the gradient buffer: the trainable prefix of the weight buffer."""
         for spec in sorted(specs, key=lambda spec: (not spec.trainable, spec.dtype != torch.bfloat16)):
             padded = round_up(spec.numel, ALIGNMENT_ELEMENTS)
             places[spec.name] = FlatEntry(spec, self.weight_bytes, self.state_elements if spec.trainable else None)
@@ -83,8 +82,9 @@ class FlatLayout:
                     self.split_elements = self.state_elements
         self.entries = tuple(places[spec.name] for spec in specs)
         """Entries in the order of the given specs (model order)."""
+        self.parameter_count = sum(spec.numel for spec in specs)
+        """Without padding."""
         self.trainable_entries = [entry for entry in self.entries if entry.spec.trainable]
-        """Those that have gradients."""
         self.key = _keys.setdefault(tuple((entry.spec, entry.weight_offset) for entry in self.entries), len(_keys))
         """Equal for units of equal layout, whose views of a slot can be shared."""
         begin, end = 2 * self.split_elements, self.gradient_bytes
@@ -97,11 +97,6 @@ class FlatLayout:
         """That of named parameters, of which each computes in its one of ``dtypes``, by ``id``."""
         return cls(ParameterSpec(name, tuple(p.shape), dtypes[id(p)], p.requires_grad) for name, p in parameters)
 
-    @property
-    def parameter_count(self) -> int:
-        """Parameters without padding."""
-        return sum(entry.spec.numel for entry in self.entries)
-
     def share_of(self, rank: int, ranks: int) -> Share:
         """What of the trained parameters one of several ranks steps: whole 128-element blocks, as equally as they go. Of one
         dtype they are its part (:func:`part_of`) of the bytes, which gathers find with its states."""
@@ -111,7 +106,8 @@ class FlatLayout:
         else:
             blocks = self.state_elements // ALIGNMENT_ELEMENTS
             begin, end = (ALIGNMENT_ELEMENTS * (place * blocks // ranks) for place in (rank, rank + 1))
-        return Share(begin, end, self.byte_of(begin), self.byte_of(end))
+        split = min(end, self.split_elements) - min(begin, self.split_elements)
+        return Share(begin, end, self.byte_of(begin), self.byte_of(end), split)
 
     def byte_of(self, element: int) -> int:
         """Where in the weights, and in the gradients, an element of the states begins: those in bf16 come first."""
@@ -146,15 +142,13 @@ class Share:
     end: int
     begin_byte: int
     end_byte: int
+    split_elements: int
+    """How many of its elements, the first ones, have residuals."""
 
     @property
     def bytes(self) -> slice:
         """Its gradients' place in the unit's gradients."""
         return slice(self.begin_byte, self.end_byte)
-
-    def split(self, layout: FlatLayout) -> int:
-        """How many of its elements, the first ones, have residuals."""
-        return min(self.end, layout.split_elements) - min(self.begin, layout.split_elements)
 
     def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
         """Its part, of one dimension and maybe empty, of a parameter's contiguous tensor, a gradient or a residual."""

@@ -72,10 +72,7 @@ class ParamHandle:
     @property
     def is_written(self) -> bool:
         """Whether somebody wrote to the parameter or replaced its data since the master last agreed with them."""
-        parameter = self.parameter
-        if parameter._version != self._seen_version:
-            return True
-        return parameter.data_ptr() != self._address and not self._is_shown_by_any
+        return self.parameter._version != self._seen_version or not self._is_shown_by_any
 
     def note_version(self) -> None:
         """The master agrees with the data as they are now."""

@@ -17,30 +17,27 @@ from megatrain_accelerate.store.parameter import ParameterState
 
 @dataclasses.dataclass
 class Segment:
-    """A run of adjacent parameters of one dtype that are stepped by one kernel call."""
+    """A run of adjacent parameters of one dtype that are stepped by one kernel call; ``is_sum``: whether their gradients are
+    fp32 sums, with residuals."""
 
     dtype: torch.dtype
     state_offset: int
-    """Element offset in residuals and moments."""
     elements: int
     arguments: AdamArguments
     is_sum: bool
-    """Whether the gradients are fp32 sums, with residuals."""
 
 
 class FlatStates(NamedTuple):
-    """What a step reads and writes, from the element ``first`` of the unit's states on, all on one device."""
+    """What a step reads and writes, from the element ``first`` of the unit's states on, all on one device. Weights and
+    gradients are uint8, bf16 ones before fp32 ones as in the unit's layout; residuals are int16, of the bf16 weights, and of
+    gradients that are fp32 sums."""
 
     first: int
     weights: torch.Tensor
-    """uint8: bf16 weights, then fp32 ones, as in the unit's layout."""
     residuals: torch.Tensor
-    """int16, of the bf16 weights."""
     moments: Moments
     gradients: torch.Tensor | None
-    """uint8, as the weights."""
     gradient_residuals: torch.Tensor | None
-    """int16, of the gradients that are fp32 sums."""
 
 
 def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list[Segment]:

@@ -7,7 +7,7 @@ import datetime
 import time
 from collections.abc import Callable, Mapping
 
-from megatrain_accelerate.errors import RankError, UnsupportedError
+from megatrain_accelerate.errors import RankError
 from megatrain_accelerate.kernels.host import memory_fence
 from megatrain_accelerate.pages import Pages
 from megatrain_accelerate.parallel.order_check import OrderCheck
@@ -31,7 +31,7 @@ class SharedStore:
         self.order = OrderCheck(self.file, ranks, "gradients")
         self.units = 0
         """So far."""
-        self._asked = self.file.rows(ctypes.c_int64 * 1)
+        self._asked = self.file.rows(ctypes.c_int64)
         """How often each rank has asked all others for the states of their shares."""
         self._answered = self.file.rows(ctypes.c_int64 * ranks.size)
         """For each rank, the last of every rank's requests that it has answered; :data:`_ALL` if the host has its states."""
@@ -45,19 +45,19 @@ class SharedStore:
         memory_fence()  # others see the states before the number that tells of them
         answered = self._answered[self.ranks.rank]
         if are_ahead != (answered[0] != _ALL):
-            answered[:] = [asked if are_ahead else _ALL for (asked,) in self._asked]
+            answered[:] = [asked if are_ahead else _ALL for asked in self._asked]
 
     @property
     def is_asked_for_states(self) -> bool:
         """Whether any rank waits for this one in :meth:`ask_for_states`."""
-        return any(asked > done for (asked,), done in zip(self._asked, self._answered[self.ranks.rank], strict=True))
+        return any(asked > done for asked, done in zip(self._asked, self._answered[self.ranks.rank], strict=True))
 
     def ask_for_states(self) -> None:
         """Returns when every rank has the states of its shares on the host. Any rank may call it alone: the others' step
         workers bring them."""
         rank = self.ranks.rank
-        self._asked[rank][0] += 1
-        asked = self._asked[rank][0]
+        self._asked[rank] += 1
+        asked = self._asked[rank]
         memory_fence()
         wait_for(
             lambda: [other for other, answered in enumerate(self._answered) if answered[rank] < asked],
@@ -74,36 +74,28 @@ class SharedUnit:
     def __init__(self, store: SharedStore, layout: FlatLayout, sizes: Mapping[str, int]) -> None:
         self.ranks = store.ranks
         self.share = layout.share_of(self.ranks.rank, self.ranks.size)
-        self._store, self._index = store, store.units
+        self.store, self._index = store, store.units
         store.units += 1
         self._places = {kind: (store.file.reserve(size), size) for kind, size in sizes.items()}
         self.mapped: dict[str, int] = {}
         """Bytes of the kinds of memory that were on the host at any time: they stay there, wherever the unit moves."""
         self._steps = 0
 
-    def refuse_written(self, name: str) -> None:
-        """Raises an ``UnsupportedError`` for weights that a script wrote to, unless that was ``load_state_dict``."""
-        if not self._store.is_loading:
-            raise UnsupportedError(
-                f"weights of {name} were written to, which several processes share: each would write over what another one "
-                "has written. Change weights before accelerator.prepare(), or by load_state_dict(), or set num_processes: 1"
-            )
-
     def map(self, kind: str) -> Pages:
         """The mapping of one kind of its memory."""
         offset, size = self._places[kind]
         self.mapped[kind] = size
-        return self._store.file.map(offset, size)
+        return self.store.file.map(offset, size)
 
     def note_applied(self) -> None:
         """Called by the step worker when this rank's share has been stepped."""
         memory_fence()  # others see the weights before the number that tells of them
-        self._store.steps[self.ranks.rank][self._index] += 1
+        self.store.steps[self.ranks.rank][self._index] += 1
 
     def next_step(self, name: str) -> StepOfAll:
         """The step of the unit that is about to be taken; called once for each, on every rank."""
         self._steps += 1
-        return StepOfAll(self._store, self._index, self._steps, name)
+        return StepOfAll(self.store, self._index, self._steps, name)
 
 
 class StepOfAll:

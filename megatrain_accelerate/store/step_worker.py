@@ -59,8 +59,8 @@ class StepWorker:
         self.on_work_done: Callable[[str, int, int], None] | None = None
         """Called by the thread with the name of each piece of work, its begin and its end (``perf_counter_ns``)."""
         self._when_idle: Callable[[], None] | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         # What it does with parameters that are watched is no reason to wait for it.
@@ -103,10 +103,6 @@ class StepWorker:
     def is_idle(self) -> bool:
         return self._last_ticket.is_done
 
-    @property
-    def native_id(self) -> int:
-        return self._thread.native_id or 0
-
     def submit(self, name: str, work: Callable[[], None]) -> Ticket:
         """Queues ``work`` behind everything before; raises ``StepWorkerError`` where that failed or the worker is closed."""
         self.raise_if_failed()
@@ -138,4 +134,4 @@ class StepWorker:
         if not self._closed:
             self._closed = True
             self._queue.put(None)
-            self._thread.join()
+            self.thread.join()

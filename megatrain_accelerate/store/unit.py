@@ -1,16 +1,14 @@
 """The store: the home of weights, fp32 masters, moments and gradients, unit by unit, on the host unless the plan moves a unit.
-A bf16 weight's fp32 master is split: the bf16 half that streams to the GPU and a 16-bit signed residual, so that ``master bits
-== (weight bits << 16) + residual`` exactly. An fp32 weight is its own master."""
+A bf16 weight, which is what streams, and its residual are the master (``csrc/split_master.h``); an fp32 weight is its own."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.kernels.device import StepKernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.kernels.moments import Moments, moment_bytes, moments_within
@@ -64,7 +62,6 @@ class HostUnit:
         self._register = register
         self.moments_dtype = moments_dtype
         self.memory: dict[str, HostMemory | DeviceMemory] = {}
-        """By what it holds."""
         self._promised: set[str] = set()
         """What memory was promised for, whether it has been made or not."""
         self.layout = FlatLayout.of(parameters, dtypes)
@@ -73,29 +70,29 @@ class HostUnit:
         self.sums_device: torch.device | None = None
         """Where fp32 sums of gradients are made, if not at the unit's home: residents' are wherever these compute."""
         self.shared = None if store is None else SharedUnit(store, self.layout, self.sizes)
-        """Its places in memory that several ranks share, and this one's share."""
         self.share = self.layout.share_of(0, 1) if self.shared is None else self.shared.share
         """What of the states this process steps: all of them unless ranks share the unit."""
+        self.gradient_runs = self.layout.gradient_runs
+        """Its gradients in a slot, by dtype."""
+        self.own_gradients = _own(self.gradient_runs, self.share)
+        """What copies from a gradient slot move: of its gradients those that this process steps."""
         self.device_states: DeviceStates | None = None
         """The share's on the device, where it is stepped there while the unit lives on the host."""
         self.version = 0
+        # Flat, as :class:`FlatStates` has them; empty or None before they are made.
         self.weights = torch.empty(0)
-        """Flat weights, uint8: what one copy moves to a slot."""
         self.residuals = torch.empty(0, dtype=torch.int16)
-        """Flat low halves of the masters, int16. Empty before they are made."""
         self.gradients: torch.Tensor | None = None
-        """Flat gradients, uint8: what one copy brings from a gradient slot. None before they are made."""
         self.gradient_residuals: torch.Tensor | None = None
-        """Flat low halves of fp32 gradient sums, int16. None before they are made."""
         self.moments: Moments | None = None
-        """Flat moments of the fused optimizer. None before they are made."""
         self.passes_gradients = False
         """Whether gradients have no memory here: :attr:`gradients` is then the buffer that they came in last."""
         self.states = [
             ParameterState(ParamHandle(parameter), entry, parameter.data, share=None if store is None else self.share)
             for (_, parameter), entry in zip(parameters, self.layout.entries, strict=True)
         ]
-        self._make("weights", touch=False)
+        self.memory["weights"] = self._allocate("weights", touch=False)
+        self._bind("weights")
         if holds_masters:
             self.allocate("residuals")
         if self.shared is None or self.shared.ranks.rank == 0:
@@ -113,18 +110,6 @@ class HostUnit:
         memory.is_touched = touch or shared is not None
         if touch and shared is None:  # what others may have written to isn't zeroed
             self._host_kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
-        return memory
-
-    def _make(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
-        memory = self.memory[kind] = self._allocate(kind, touch)
-        self._bind(kind)
-        if self.shared is not None and self.device is None:
-            # Pages of what this rank alone writes to are made on all its threads: zero, as they are.
-            if kind == "gradients" and self.gradients is not None:
-                self._host_kernels.zero(self.gradients[self.share.bytes])
-            elif kind == "moments" and self.moments is not None:
-                for part in self.moments.run(self.share.begin, self.share.end - self.share.begin):
-                    self._host_kernels.zero(part)
         return memory
 
     def _bind(self, kind: str) -> None:
@@ -167,15 +152,14 @@ class HostUnit:
         else:
             state.weight.copy_(value)
 
-    def weight_on(self, device: torch.device, state: ParameterState) -> torch.Tensor:
-        """A copy of a parameter's weight there."""
-        weight = torch.empty_like(state.weight, device=device)
-        copy_bytes(weight, state.weight, self._host_kernels)
-        return weight
-
-    def weights_on(self, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The same of all parameters that ranks share: a flat buffer, with room for equal parts of all, and its views."""
-        assert self.shared is not None
+    def weights_on(self, device: torch.device) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Copies of the parameters' weights there. Of those that ranks share they are views of a flat buffer with room for
+        equal parts of all, which is returned, too."""
+        if self.shared is None:
+            copies = [torch.empty_like(state.weight, device=device) for state in self.states]
+            for copy, state in zip(copies, self.states, strict=True):
+                copy_bytes(copy, state.weight, self._host_kernels)
+            return None, copies
         ranks = self.shared.ranks.size
         buffer = torch.empty(ranks * part_bytes(self.layout.weight_bytes, ranks), dtype=torch.uint8, device=device)
         copy_bytes(buffer[: self.layout.weight_bytes], self.weights, self._host_kernels)
@@ -184,8 +168,12 @@ class HostUnit:
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
         """Sets a parameter's master, and so its weight, from any floating ``value`` of its shape; else a ``StateError``. An
         ``UnsupportedError`` where ranks share it, unless each writes the same."""
-        if self.shared is not None:
-            self.shared.refuse_written(self.name)
+        if self.shared is not None and not self.shared.store.is_loading:
+            raise UnsupportedError(
+                f"weights of {self.name} were written to, which several processes share: each would write over what "
+                "another one has written. Change weights before accelerator.prepare(), or by load_state_dict(), or set "
+                "num_processes: 1"
+            )
         self.bring_states()
         if value.shape != state.weight.shape or not value.is_floating_point() or value.is_meta:
             raise StateError(
@@ -230,10 +218,19 @@ class HostUnit:
         counts as promised until it is."""
         if kind in self.memory or not self.sizes[kind]:
             return
-        if kind != "gradients" or (kind in self._promised and not self.is_on_device):
-            memory = self._make(kind, touch)
-            if kind in ("gradients", "gradient_residuals"):
-                memory.register()
+        if kind == "gradients" and (kind not in self._promised or self.is_on_device):
+            return
+        memory = self.memory[kind] = self._allocate(kind, touch)
+        self._bind(kind)
+        if self.shared is not None and not self.is_on_device:
+            # Pages of what this rank alone writes to are made on all its threads: zero, as they are.
+            if kind == "gradients" and self.gradients is not None:
+                self._host_kernels.zero(self.gradients[self.share.bytes])
+            elif kind == "moments" and self.moments is not None:
+                for part in self.moments.run(self.share.begin, self.share.end - self.share.begin):
+                    self._host_kernels.zero(part)
+        if kind in ("gradients", "gradient_residuals"):
+            memory.register()
 
     def register_weights(self) -> None:
         """Page-locks the weights on the host, for copies that nobody waits for. Does nothing the second time."""
@@ -269,16 +266,6 @@ class HostUnit:
     def pieces(self, of_slot: BytesOf) -> list[tuple[torch.Tensor, ...]]:
         """What copies to a slot move: the flat weights, uint8, and their place there."""
         return [(self.weights, of_slot(0, self.layout.weight_bytes))]
-
-    @property
-    def gradient_runs(self) -> list[GradientRun]:
-        """Its gradients in a slot, by dtype."""
-        return self.layout.gradient_runs
-
-    @functools.cached_property
-    def own_gradients(self) -> list[GradientRun]:
-        """What copies from a gradient slot move: of its gradients those that this process steps."""
-        return _own(self.gradient_runs, self.share)
 
     def pieces_of_part(self, part: slice, of_slot: BytesOf) -> tuple[list[tuple[torch.Tensor, ...]], int]:
         """As :meth:`pieces` of a part of the weights in bytes, and how many of these come from the host: those that don't lie
@@ -378,6 +365,15 @@ class UnitRange:
     def __init__(self, whole: HostUnit, experts: ExpertRange) -> None:
         self.whole, self.experts = whole, experts
         self.layout = experts.layout(whole.layout)
+        self._runs: list[GradientRun] = []
+        for entry, own in zip(whole.layout.entries, self.layout.entries, strict=True):
+            begin, end = (entry.spec.dtype.itemsize * place for place in experts.elements(entry))
+            self._runs.append(GradientRun(entry.spec.dtype, own.weight_offset, entry.weight_offset + begin, end - begin))
+        runs = zip(self._runs, whole.layout.entries, strict=True)
+        self.gradient_runs = [run for run, entry in runs if entry.spec.trainable]
+        """Its gradients in a slot: a run for each parameter that is trained."""
+        self.own_gradients = _own(self.gradient_runs, whole.share)
+        """As those of the whole unit."""
 
     @property
     def version(self) -> int:
@@ -388,22 +384,7 @@ class UnitRange:
 
     def pieces(self, of_slot: BytesOf) -> list[tuple[torch.Tensor, ...]]:
         """As those of the whole unit, one for each parameter."""
-        return [(self.whole.weights[run.in_unit], of_slot(run.in_slot.start, run.in_slot.stop)) for run in self._runs()]
-
-    @functools.cached_property
-    def gradient_runs(self) -> list[GradientRun]:
-        """Its gradients in a slot: a run for each parameter that is trained."""
-        return [run for run, entry in zip(self._runs(), self.whole.layout.entries, strict=True) if entry.spec.trainable]
-
-    @functools.cached_property
-    def own_gradients(self) -> list[GradientRun]:
-        """As those of the whole unit."""
-        return _own(self.gradient_runs, self.whole.share)
-
-    def _runs(self) -> Iterator[GradientRun]:
-        for entry, own in zip(self.whole.layout.entries, self.layout.entries, strict=True):
-            begin, end = (entry.spec.dtype.itemsize * place for place in self.experts.elements(entry))
-            yield GradientRun(entry.spec.dtype, own.weight_offset, entry.weight_offset + begin, end - begin)
+        return [(self.whole.weights[run.in_unit], of_slot(run.in_slot.start, run.in_slot.stop)) for run in self._runs]
 
     def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
         """The range's part of a parameter's tensor, or of a gradient's, as far as this process steps it."""

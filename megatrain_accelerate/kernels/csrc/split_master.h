@@ -41,11 +41,6 @@ MEGATRAIN_INLINE float join_master(uint16_t hi, int16_t lo) {
   return float_of((static_cast<uint32_t>(hi) << 16) + static_cast<uint32_t>(static_cast<int32_t>(lo)));
 }
 
-MEGATRAIN_INLINE uint16_t master_hi(uint32_t bits) { return static_cast<uint16_t>((bits + 0x8000u) >> 16); }
-
-// lo = bits - (hi << 16) modulo 2**32 lies in [-32768, 32767], so its low 16 bits, which are those of `bits`, are all.
-MEGATRAIN_INLINE int16_t master_lo(uint32_t bits) { return static_cast<int16_t>(bits & 0xffffu); }
-
 MEGATRAIN_INLINE float to_float(float value) { return value; }
 MEGATRAIN_INLINE float to_float(uint16_t bf16) { return float_of(static_cast<uint32_t>(bf16) << 16); }
 
@@ -80,8 +75,10 @@ struct MasterArray {
 
   MEGATRAIN_INLINE float load(int64_t i) const { return join_master(hi[i], lo[i]); }
   MEGATRAIN_INLINE void store(int64_t i, float value) const {
-    hi[i] = master_hi(bits_of(value));
-    lo[i] = master_lo(bits_of(value));
+    const uint32_t bits = bits_of(value);
+    hi[i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+    // bits - (hi << 16) modulo 2**32 lies in [-32768, 32767], so its low 16 bits, which are those of `bits`, are all.
+    lo[i] = static_cast<int16_t>(bits & 0xffffu);
   }
 };
 
