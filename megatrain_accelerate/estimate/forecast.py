@@ -97,8 +97,7 @@ class Forecaster:
     def settings_that_fit(self) -> tuple[dict[str, Any], int] | None:
         """The settings that change numbers the least of those with which the states fit the host memory, and what they take;
         None if there are none."""
-        keeps_gradients = self.micro_batches > 1 or self.machine.all_gpus > 1
-        for changes in leaner_settings(self.config, keeps_gradients=keeps_gradients):
+        for changes in leaner_settings(self.config, keeps_gradients=self.micro_batches > 1 or self.machine.all_gpus > 1):
             needed = self.engine.store_bytes(self.plan.adds_on_host, **changes) + self.plan.overhead_bytes
             if needed <= self.host_bytes:
                 return changes, needed

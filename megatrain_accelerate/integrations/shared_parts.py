@@ -46,7 +46,7 @@ def take_over(model: nn.Module, config: MegatrainConfig) -> tuple[list[nn.Module
     alone (a teacher's embedding) may lie in both stores. Returns those models, their optimizers, and whether one of the
     engines was made for training. An ``UnsupportedError``, with nothing closed, where the model has no layers that could
     stream."""
-    sharing = [engine for engine in all_engines() if engine is not engine_of(model) and _conflicts(model, engine)]
+    sharing = [engine for engine in all_engines() if _conflicts(model, engine)]
     models = [other for other, engine in prepared_models() if engine in sharing]
     optimizers = [optimizer for engine in sharing for optimizer in engine.optimizers]
     if sharing:
@@ -100,10 +100,9 @@ def write_through(original: Callable[..., Any], tuner: nn.Module, *args: Any, **
         return original(tuner, *args, **kwargs)
     finally:
         for engine in engines:
-            for unit in engine.runtime.units:
-                for state in unit.states:
-                    if not state.entry.spec.trainable:
-                        state.handle.mark_written()
+            for state in (state for unit in engine.runtime.units for state in unit.states):
+                if not state.entry.spec.trainable:
+                    state.handle.mark_written()
             engine.drain()
 
 

@@ -178,7 +178,6 @@ class MegatrainCallback(TrainerCallback):
             self._telemetry.step_ends()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Evaluation isn't training time, and neither is saving."""
         if self._telemetry is not None:
             self._telemetry.pause()
 

@@ -177,10 +177,9 @@ def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -
 def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
     """Adds fields to a dataclass and its subclasses: by name, type and ``field()`` with a default. Raises ``TypeError`` where
     it isn't a dataclass, or has a field of that name."""
-    existing = {field.name for field in dataclasses.fields(owner)}
     if hasattr(owner.__init__, _MARK):
         return
-    if taken := additions.keys() & existing:
+    if taken := additions.keys() & {field.name for field in dataclasses.fields(owner)}:
         raise TypeError(f"{owner.__name__} has a field {', '.join(taken)} of its own")
 
     def init(original: Callable[..., None], made: Any, *args: Any, **kwargs: Any) -> None:
