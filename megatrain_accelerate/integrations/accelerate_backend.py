@@ -189,7 +189,7 @@ def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
         assert state is not None, "all parameters of a prepared model are in its store"
         state.handle.set_gradient(gradient.to(parameter.device))
     for driver in engine.optimizer_drivers:
-        if isinstance(driver, FusedStep) and before.config.step_schedule == "auto" and driver.optimizer in in_backward:
+        if isinstance(driver, FusedStep) and driver.optimizer in in_backward and not driver.steps_in_backward:
             # As at the begin of a training: which layers' weights get gradients from elsewhere isn't known yet.
             driver.schedule, driver.then = "deferred", "backward"
     engine.expect_accumulation(before.device_plan.micro_batches)
