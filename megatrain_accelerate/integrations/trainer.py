@@ -33,7 +33,6 @@ _TRAINERS_THAT_DO_NOT_LOOK = ("transformers", "trl", "sentence_transformers", "s
 
 
 def n_gpu(original: Callable[..., int], arguments: Any) -> int:
-    """At most one GPU a process."""
     if original(arguments) > 1:
         arguments._n_gpu = 1
     return original(arguments)

@@ -100,5 +100,4 @@ def _refuse_unsupported(arguments: Any) -> None:
 
 
 def to_dict(original: Callable[..., dict[str, Any]], arguments: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Leaves the two fields out where they aren't used."""
     return {name: value for name, value in original(arguments, *args, **kwargs).items() if value or name not in FIELDS}

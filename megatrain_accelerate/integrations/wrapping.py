@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from megatrain_accelerate.activation import is_on_for
+from megatrain_accelerate.errors import PatchError
 from megatrain_accelerate.integrations.patches import TESTED_VERSIONS, Patch
 
 _MARK = "_megatrain_patch"
@@ -75,8 +76,6 @@ def apply(patch: Patch, module: ModuleType) -> None:
         _apply(patch, module)
         _failures.pop(patch.target, None)
     except Exception as error:
-        from megatrain_accelerate.errors import PatchError
-
         package, tested = patch.package, TESTED_VERSIONS[patch.package]
         failure = _failures[patch.target] = PatchError(
             f"megatrain_accelerate can't patch {patch.target}: {type(error).__name__}: {error}. Installed: {package} "
