@@ -89,9 +89,7 @@ class Estimate:
     @functools.cached_property
     def limits(self) -> Limits | None:
         """None if they weren't asked for."""
-        if not self._has_limits:
-            return None
-        return find_limits(self.forecaster, self.machine.gpu_bytes, self.length, self.table)
+        return find_limits(self.forecaster, self.machine.gpu_bytes, self.length, self.table) if self._has_limits else None
 
     @property
     def fits(self) -> bool:

@@ -26,8 +26,7 @@ def refuse_calls(earlier: nn.Module) -> None:
         return
 
     def refuse(model: nn.Module, args: Any) -> None:
-        holder = new_holder(model)
-        if holder is None:
+        if (holder := new_holder(model)) is None:
             handle.remove()
             return
         other, engine = holder

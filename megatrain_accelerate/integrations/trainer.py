@@ -109,8 +109,7 @@ def label_smoothed_loss(
         reduction="sum",
         label_smoothing=smoother.epsilon,
     )
-    count = kwargs.get("num_items_in_batch")
-    if count is None:
+    if (count := kwargs.get("num_items_in_batch")) is None:
         count = (~is_ignored).sum()
     return loss / (count.to(loss.device) if torch.is_tensor(count) else count)
 
