@@ -180,14 +180,13 @@ def _this_machine(options: Namespace, config: MegatrainConfig) -> MachineDescrip
         machine = measured_machine(device, kernels)
     free, total = torch.cuda.mem_get_info(device)
     name = torch.cuda.get_device_name(device)
-    by_one = ", by one process" * (options.gpus > 1)
     return MachineDescription(
         gpu=name,
         machine=_changed(at_the_power_limit(machine, name), options),
         gpu_bytes=int(USABLE_SHARE_OF_DEVICE * (options.gpu_memory_bytes or free)),
         gpu_total_bytes=options.gpu_memory_bytes or total,
         host_bytes=options.host_memory_bytes or available_host_bytes() + psutil.Process().memory_info().rss,
-        notes=[f"speeds that no option names are as measured on this machine{by_one}"],
+        notes=[f"speeds that no option names are as measured on this machine{', by one process' * (options.gpus > 1)}"],
     )
 
 

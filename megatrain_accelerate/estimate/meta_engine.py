@@ -156,10 +156,9 @@ class ForecastPlan(DevicePlan):
 
     def model_sizes(self) -> Model:
         """See :meth:`DevicePlan.model_sizes`; here no optimizer says when it steps."""
-        in_backward = self._config.passes_gradients or self._config.step_schedule == "backward"
         return dataclasses.replace(
             super().model_sizes(),
-            steps_in_backward=in_backward,
+            steps_in_backward=self._config.passes_gradients or self._config.step_schedule == "backward",
             machines=self._described.machines,
             network_bytes=self._described.network_bytes,
         )

@@ -67,8 +67,7 @@ def new_holder(model: nn.Module) -> tuple[nn.Module, Engine] | None:
         return None
     owners = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
     for other, engine in prepared_models():
-        its_own = set(other.modules())
-        if _conflicts(model, engine) and not its_own.issuperset(owners):
+        if _conflicts(model, engine) and not set(other.modules()).issuperset(owners):
             return other, engine
     return None
 

@@ -117,8 +117,7 @@ def label_smoothed_loss(
 def choices_of(state: TrainerState) -> dict[str, Any]:
     """What was chosen for a training, by name. Checkpoints hold it, as JSON."""
     # The layout of transformers' ExportableState. No callback has this name: the Trainer would make it anew from the entry.
-    entry = state.stateful_callbacks.setdefault("megatrain_accelerate", {"args": {}, "attributes": {}})
-    return entry["attributes"]
+    return state.stateful_callbacks.setdefault("megatrain_accelerate", {"args": {}, "attributes": {}})["attributes"]
 
 
 def _is_a_users(owner: Any, name: str, packages: tuple[str, ...]) -> bool:
