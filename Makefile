@@ -22,13 +22,15 @@ DOCS := $(VENV)-docs
 WHEELS := $(VENV)-wheels
 # For example: make test-nightly NIGHTLY_TESTS=plugin_tests/plan
 NIGHTLY_TESTS ?=
-# What an old Accelerate, Transformers or PEFT could break: patches, activation, Trainer, loops, checkpoints, merges, the bits.
+# What an old torch, Accelerate, Transformers or PEFT could break: patches, activation, Trainer, loops, checkpoints, merges, the
+# bits, a run without data.
 OLDEST_TESTS := $(addprefix plugin_tests/integration/test_,activation.py import_orders.py launcher.py trainer_parity.py \
 	trainer_evaluation_and_use.py loops_gradients_and_orders.py loops_prepare_and_clipping.py \
 	loops_several_and_states.py checkpoints.py resume.py) plugin_tests/numerics/test_exactness.py \
 	$(addprefix plugin_tests/integration/test_peft.py::test_,merge_and_unload_gives_the_plain_merged_model \
 	unload_gives_the_base_model_back merged_weights_are_streamed_until_they_are_unmerged \
-	merged_weights_are_unmerged_when_their_adapter_is_left)
+	merged_weights_are_unmerged_when_their_adapter_is_left) \
+	plugin_tests/integration/test_estimate_command.py::test_json_holds_the_numbers_of_a_config_file
 DEPENDENCIES := $(VENV)/.dependencies
 INSTALLED := $(VENV)/.installed
 KERNELS := $(wildcard megatrain_accelerate/kernels/csrc/*)

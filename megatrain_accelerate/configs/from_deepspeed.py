@@ -9,7 +9,6 @@ import enum
 import functools
 import itertools
 import json
-import operator
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -79,7 +78,6 @@ Handler = Callable[[Any, Conversion], "Remark | None"]
 _do = functools.partial(Remark, Kind.DO)
 _nothing = functools.partial(Remark, Kind.NOTHING)
 _without = functools.partial(Remark, Kind.WITHOUT)
-_is_true, _is_false = (functools.partial(operator.is_, flag) for flag in (True, False))
 
 
 def _is_off(value: Any) -> bool:
@@ -183,14 +181,14 @@ _ROWS: dict[str, Remark | Handler] = {
     "dataloader_drop_last": _argument("dataloader_drop_last"),
     # Precision
     "bf16.enabled bfloat16.enabled": _where(
-        _is_true,
+        _is("true"),
         _nothing("mixed_precision: bf16 in this file; masters and moments are fp32 in any case"),
         mixed_precision="bf16",
     ),
     "bf16 bfloat16": _nothing("a step's arithmetic on masters and moments is fp32"),
     "bf16.bf16_master_weights_and_grads fp16.fp16_master_weights_and_grads": _without("masters are fp32"),
     "bf16.bf16_optimizer_states": _do("moments_dtype: bf16 below megatrain_config does so"),
-    "fp16.enabled": _where(_is_true, _FP16, mixed_precision="bf16"),
+    "fp16.enabled": _where(_is("true"), _FP16, mixed_precision="bf16"),
     "fp16": _nothing("bf16 needs no loss scaling"),
     "amp fp8_config": _without("NVIDIA's apex and fp8 aren't used; take bf16"),
     "torch_autocast": _do("mixed_precision: bf16 in this file is torch's autocast"),
@@ -212,7 +210,7 @@ _ROWS: dict[str, Remark | Handler] = {
         "Adam and AdamW have a fused kernel on the host; any other torch optimizer runs too"
     ),
     "optimizer.params.adam_w_mode optimizer.params.adamw_mode": _where(
-        _is_false,
+        _is("false"),
         _do(
             "DeepSpeed's Adam adds weight decay to the gradient (L2) then: torch.optim.Adam in the Trainer's optimizers= "
             "does so, AdamW is another training"
@@ -220,7 +218,7 @@ _ROWS: dict[str, Remark | Handler] = {
         _nothing("AdamW decouples weight decay from the gradient"),
     ),
     "optimizer.params.bias_correction": _where(
-        _is_false, *(kind("AdamW corrects the moments' bias") for kind in (_without, _nothing))
+        _is("false"), *(kind("AdamW corrects the moments' bias") for kind in (_without, _nothing))
     ),
     "scheduler.type": _scheduler,
     "scheduler.params.warmup_num_steps": _argument("warmup_steps"),
@@ -278,7 +276,7 @@ _ROWS: dict[str, Remark | Handler] = {
     ),
     "comet csv_monitor monitor_config tensorboard wandb": _do("trackers are the script's: report_to of the Trainer"),
     # Of Accelerate's yaml
-    "use_cpu": _where(_is_true, None, use_cpu=True),
+    "use_cpu": _where(_is("true"), None, use_cpu=True),
     "gpu_ids": _where(lambda value: all(number.strip().isdigit() for number in str(value).split(",")), None, gpu_ids=str),
     "num_processes": _where(lambda value: str(value).isdigit(), None, num_processes=int),
     "num_machines": _where(

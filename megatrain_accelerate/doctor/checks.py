@@ -204,8 +204,7 @@ def several_gpus(modes: Path = Path("/sys/kernel/mm/transparent_hugepage/shmem_e
         return []
     reach = all(torch.cuda.can_device_access_peer(*pair) for pair in itertools.permutations(range(count), 2))
     link = f"{count} GPUs, which exchange gradients {'directly' if reach else 'through the host, at the speed of their links'}"
-    file = open_huge_file()
-    if file is not None:
+    if (file := open_huge_file()) is not None:
         os.close(file)
     elif not (modes.exists() and re.search(r"\[(always|within_size|advise|force)\]", modes.read_text())):
         remedy = f"echo advise > {modes} on the host, or let processes make user namespaces: the store then lies in huge pages"

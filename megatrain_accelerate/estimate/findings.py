@@ -21,7 +21,7 @@ from megatrain_accelerate.integrations.accelerate_backend import require_steps_i
 _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 MOST_BATCH = 1 << 14
-"""Sequences of a batch that are tried."""
+"""Sequences of a batch that are tried: a limit is at least so many then."""
 MOST_TOKENS = (1 << 22) - 1024
 """Of one sequence that is tried. Without data, positions of more tokens have no values (plan/fake_runs.py), and the
 model makes a mask of all pairs of them, which it leaves out otherwise."""
@@ -37,15 +37,6 @@ class Limits(NamedTuple):
     batch: int
     context: int
     longest: Forecast | None
-
-    @property
-    def batch_is_least(self) -> bool:
-        """Whether more wasn't tried."""
-        return self.batch == MOST_BATCH
-
-    @property
-    def context_is_least(self) -> bool:
-        return self.context == MOST_TOKENS
 
 
 class Estimate:
@@ -68,8 +59,7 @@ class Estimate:
         settings = settings or load_config(options.model, options.trust_remote_code)
         model = model_on_meta(settings, options.trust_remote_code)
         self.forecaster = Forecaster(model, config, self.machine, options.accumulation)
-        text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
-        self.stated_positions: int | None = getattr(text, "max_position_embeddings", None)
+        self.stated_positions: int | None = getattr(settings.get_text_config(), "max_position_embeddings", None)
         """The longest sequence that the configuration names."""
         asked: int | None = options.length
         self.table = table = position_table(model, self.stated_positions)
@@ -99,9 +89,7 @@ class Estimate:
     @functools.cached_property
     def limits(self) -> Limits | None:
         """None if they weren't asked for."""
-        if not self._has_limits:
-            return None
-        return find_limits(self.forecaster, self.machine.gpu_bytes, self.length, self.table)
+        return find_limits(self.forecaster, self.machine.gpu_bytes, self.length, self.table) if self._has_limits else None
 
     @property
     def fits(self) -> bool:

@@ -32,7 +32,6 @@ from megatrain_accelerate.plan.step_profile import LayerProfile, SavedInForward,
 from megatrain_accelerate.plan.step_ways import WayChoice, layers_run, may_cut
 from megatrain_accelerate.store.host_limits import leaner_settings
 
-CPU = torch.device("cpu")
 _FEW_TOKENS = 8
 """Of a sequence on which the model is run to see what its loss is."""
 
@@ -68,12 +67,12 @@ class Forecast:
     @property
     def tokens_per_second(self) -> float:
         """Of the whole step, the optimizer's included, on all GPUs."""
-        return self.forecaster.engine.ranks * self.tokens / self.seconds
+        return self.forecaster.machine.all_gpus * self.tokens / self.seconds
 
     @property
     def tflops(self) -> float:
         """6 x active parameters x tokens: what is recomputed doesn't count, nor does attention."""
-        return 6e-12 * self.forecaster.active_parameters * self.tokens_per_second / self.forecaster.engine.ranks
+        return 6e-12 * self.forecaster.active_parameters * self.tokens_per_second / self.forecaster.machine.all_gpus
 
 
 class Forecaster:
@@ -83,12 +82,12 @@ class Forecaster:
     def __init__(self, model: nn.Module, config: MegatrainConfig, machine: MachineDescription, micro_batches: int = 1) -> None:
         if machine.all_gpus > 1:
             require_steps_after_backward(config)
-        self.model, self.config, self.machine, self.micro_batches = model.train(), config, machine.machine, micro_batches
+        self.model, self.config, self.machine, self.micro_batches = model.train(), config, machine, micro_batches
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.active_parameters = active_parameters(model)
-        self.engine = MetaEngine(model, config, machine.gpu_bytes, machine.gpus, machine.machines)
+        self.engine = MetaEngine(model, config, machine)
         require_layers(len(self.engine.runtime.layers), config.placement)
-        self.plan = self.engine.device_plan = ForecastPlan(self.engine, config, machine, micro_batches)
+        self.plan = self.engine.device_plan = ForecastPlan(self.engine, config, micro_batches)
         self.host_store_bytes = self.plan.store_bytes + self.plan.overhead_bytes
         """Host memory that the training asks for when it starts."""
         self.host_bytes = self.host_store_bytes if machine.host_bytes is None else machine.host_bytes
@@ -98,8 +97,7 @@ class Forecaster:
     def settings_that_fit(self) -> tuple[dict[str, Any], int] | None:
         """The settings that change numbers the least of those with which the states fit the host memory, and what they take;
         None if there are none."""
-        keeps_gradients = self.micro_batches > 1 or self.engine.ranks > 1
-        for changes in leaner_settings(self.config, keeps_gradients=keeps_gradients):
+        for changes in leaner_settings(self.config, keeps_gradients=self.micro_batches > 1 or self.machine.all_gpus > 1):
             needed = self.engine.store_bytes(self.plan.adds_on_host, **changes) + self.plan.overhead_bytes
             if needed <= self.host_bytes:
                 return changes, needed
@@ -114,7 +112,7 @@ class Forecaster:
         parameters = inspect.signature(self.model.forward).parameters.values()
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
         takes_count = bool(getattr(self.model, "accepts_loss_kwargs", takes_any))
-        if self.engine.ranks > 1 or not takes_count or what_sees_a_batch(self.model) is not None:
+        if self.machine.all_gpus > 1 or not takes_count or what_sees_a_batch(self.model) is not None:
             return False
         return self._run(1, _FEW_TOKENS, num_items_in_batch=torch.tensor(_FEW_TOKENS)).sums_loss
 
@@ -167,7 +165,7 @@ class Forecaster:
             micro_batches=self.micro_batches,
             candidate=chosen,
             gpu_bytes=self.plan.fixed_bytes(outline) + chosen.peak_bytes,
-            host_bytes=self.host_store_bytes + self.engine.gpus * max(0, sent - moved),
+            host_bytes=self.host_store_bytes + self.machine.gpus * max(0, sent - moved),
             offloaded_bytes=sent,
             fits=found is not None and self.host_store_bytes <= self.host_bytes,
             joined=joined,
@@ -185,7 +183,7 @@ class Forecaster:
         key = (batch, length, self.engine.runtime.token_tile, cut.asked, cut.chosen)
         if key not in self._outlines:
             outline = self._run(batch, length)
-            outside_seconds = outside_seconds_of(outline, self.machine) / OUTSIDE
+            outside_seconds = outside_seconds_of(outline, self.machine.machine) / OUTSIDE
             self._outlines[key] = dataclasses.replace(outline, outside_seconds=outside_seconds)
         return self._outlines[key]
 
@@ -194,7 +192,7 @@ class Forecaster:
         inputs = {"input_ids": ids, "labels": ids, **more}
         try:
             with standing_for_a_gpu(), self._attention:
-                return outline_step(self.model, self.engine.runtime, inputs, CPU, self._with_times)
+                return outline_step(self.model, self.engine.runtime, inputs, torch.device("cpu"), self._with_times)
         except MegatrainError:
             raise
         except Exception as error:  # the model's own code, on tensors without data
@@ -209,4 +207,4 @@ class Forecaster:
             profile = dataclasses.replace(profile, attention=OpCosts(), attention_bytes=0)
         # Asked while the model runs: transformers hangs hooks on routers whose logits the loss wants.
         compiles = not runtime.token_tile and not layer.experts and runtime.compiled.suits(layer) is not None
-        return with_times(profile, saved, compiles, self.machine)
+        return with_times(profile, saved, compiles, self.machine.machine)

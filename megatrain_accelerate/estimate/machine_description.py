@@ -180,14 +180,13 @@ def _this_machine(options: Namespace, config: MegatrainConfig) -> MachineDescrip
         machine = measured_machine(device, kernels)
     free, total = torch.cuda.mem_get_info(device)
     name = torch.cuda.get_device_name(device)
-    by_one = ", by one process" * (options.gpus > 1)
     return MachineDescription(
         gpu=name,
         machine=_changed(at_the_power_limit(machine, name), options),
         gpu_bytes=int(USABLE_SHARE_OF_DEVICE * (options.gpu_memory_bytes or free)),
         gpu_total_bytes=options.gpu_memory_bytes or total,
         host_bytes=options.host_memory_bytes or available_host_bytes() + psutil.Process().memory_info().rss,
-        notes=[f"speeds that no option names are as measured on this machine{by_one}"],
+        notes=[f"speeds that no option names are as measured on this machine{', by one process' * (options.gpus > 1)}"],
     )
 
 
@@ -223,7 +222,6 @@ def _described(options: Namespace, config: MegatrainConfig) -> MachineDescriptio
     dram_bytes = sockets * gpu.host_dram_bytes
     # Copies to all GPUs together are no faster than the memory that they read.
     link_bytes = min(gpu.link_bytes, dram_bytes / (gpus * H2D_SHARE))
-    gpu = dataclasses.replace(gpu, host_dram_bytes=dram_bytes, link_bytes=link_bytes)
     cores = options.cores or gpu.host_cores * (gpus if options.gpu else 1)
     whole = int(gpu.memory_gib * GIB)
     total = options.gpu_memory_bytes or (whole // 4 if gpu.shares_memory else whole)
@@ -240,8 +238,8 @@ def _described(options: Namespace, config: MegatrainConfig) -> MachineDescriptio
             f"--gpu-memory {total / GIB:.2f} GiB: CUDA's context alone takes {CONTEXT_BYTES / GIB:.1f}; raise it"
         )
     machine = Machine(
-        h2d_bytes=H2D_SHARE * gpu.link_bytes,
-        d2h_bytes=D2H_SHARE * gpu.link_bytes,
+        h2d_bytes=H2D_SHARE * link_bytes,
+        d2h_bytes=D2H_SHARE * link_bytes,
         host_step_parameters=gpus * host_step_parameters(max(1, cores // gpus), dram_bytes / gpus, config.host_threads),
         device_bytes=MEMORY_SHARE * gpu.memory_bytes,
         device_flops=DENSE_SHARE * gpu.dense_flops,
@@ -255,7 +253,7 @@ def _described(options: Namespace, config: MegatrainConfig) -> MachineDescriptio
         notes.append("speeds that no option names are reckoned from public figures, by what one H200 reaches of its own")
     if options.host_step_parameters is None:
         at_work = "" if config.host_threads is None else f", host_threads {config.host_threads}"
-        notes.append(f"host step reckoned from {cores} cores{at_work} and {gpu.host_dram_bytes / GB:.0f} GB/s of DRAM")
+        notes.append(f"host step reckoned from {cores} cores{at_work} and {dram_bytes / GB:.0f} GB/s of DRAM")
     return MachineDescription(
         gpu=gpu.name,
         machine=_changed(machine, options),
@@ -298,6 +296,5 @@ def _changed(machine: Machine, options: Namespace) -> Machine:
 
 def host_step_parameters(cores: int, dram_bytes: float, most_threads: int | None = None) -> float:
     """Parameters a second that the host's AdamW steps: by its threads or by the DRAM's speed."""
-    threads = default_thread_count(cores)
-    threads = threads if most_threads is None else min(threads, most_threads)
+    threads = min(default_thread_count(cores), most_threads or cores)
     return min(STEP_PARAMETERS_PER_THREAD * threads, dram_bytes / STEP_BYTES)

@@ -97,19 +97,16 @@ class _MetaUnit(HostUnit):
 
 
 class MetaEngine(Engine):
-    """The engine of a model on the meta device, in training mode with bf16, for one of ``gpus`` processes on each of so many
-    ``machines``; raises as the engine does. What the settings place is left to :class:`ForecastPlan`. Experts are cut into
-    parts by ``gpu_bytes``, the device memory that a step may take; None leaves them whole."""
+    """The engine of a model on the meta device, in training mode with bf16, for one process of a machine that is described;
+    raises as the engine does. What the settings place is left to :class:`ForecastPlan`."""
 
     unit_class = _MetaUnit
 
-    def __init__(
-        self, model: nn.Module, config: MegatrainConfig, gpu_bytes: int | None = None, gpus: int = 1, machines: int = 1
-    ) -> None:
-        self.gpus, self.machines, self.ranks = gpus, machines, gpus * machines
+    def __init__(self, model: nn.Module, config: MegatrainConfig, machine: MachineDescription) -> None:
+        self.described = machine
         # What the settings place says whether experts are cut.
         parts = 1 if config.expert_parts == "auto" and wants_whole_layers(config) else config.expert_parts
-        others: dict[str, Any] = {"host_threads": 1, "gpu_memory_gib": None if gpu_bytes is None else gpu_bytes / GIB}
+        others: dict[str, Any] = {"host_threads": 1, "gpu_memory_gib": machine.gpu_bytes / GIB}
         placement = dataclasses.replace(config.placement, kept_layers=0, offloaded_layers=0, device_layers=0, device_states=0)
         config = dataclasses.replace(config, placement=placement, expert_parts=parts, **others)
         super().__init__(model, META, config, bf16=True, training=True, show_progress=False, show_plan=False)
@@ -131,18 +128,17 @@ class MetaEngine(Engine):
         with replaced(self, "config", dataclasses.replace(self.config, **changes)):
             planned = self._planned_bytes([unit.layout for unit in runtime.units], fp32_sums=adds and runtime.sums.is_wanted)
         weights = planned.pop("weights")
-        shares = sum(planned.values()) // self.machines
-        return weights + shares + runtime.offloader.staging_bytes * self.gpus * adds
+        shares = sum(planned.values()) // self.described.machines
+        return weights + shares + runtime.offloader.staging_bytes * self.described.gpus * adds
 
 
 class ForecastPlan(DevicePlan):
     """The plan for a machine that needn't be here: it finds placements and moves nothing. Host memory that isn't the store's
     is for offloaded activations; there is none if the description names no size. The GPUs of a machine share it."""
 
-    def __init__(
-        self, engine: MetaEngine, config: MegatrainConfig, machine: MachineDescription, micro_batches: int = 1
-    ) -> None:
-        self._described, self._machine = machine, machine.machine
+    def __init__(self, engine: MetaEngine, config: MegatrainConfig, micro_batches: int = 1) -> None:
+        machine = self._described = engine.described
+        self._machine = machine.machine
         self.overhead_bytes = machine.gpus * CONSTANT_OVERHEAD_BYTES
         """Host memory of the processes besides the store."""
         # Tensors without data say that they are the CPU's: no GPU has to be here.
@@ -158,10 +154,9 @@ class ForecastPlan(DevicePlan):
 
     def model_sizes(self) -> Model:
         """See :meth:`DevicePlan.model_sizes`; here no optimizer says when it steps."""
-        in_backward = self._config.passes_gradients or self._config.step_schedule == "backward"
         return dataclasses.replace(
             super().model_sizes(),
-            steps_in_backward=in_backward,
+            steps_in_backward=self._config.passes_gradients or self._config.step_schedule == "backward",
             machines=self._described.machines,
             network_bytes=self._described.network_bytes,
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_accelerate.errors import ConfigError
-from megatrain_accelerate.estimate.findings import Estimate
+from megatrain_accelerate.estimate.findings import MOST_BATCH, MOST_TOKENS, Estimate
 from megatrain_accelerate.estimate.forecast import Forecast
 from megatrain_accelerate.estimate.machine_description import MachineDescription
 from megatrain_accelerate.plan.plan_table import experts_text
@@ -71,8 +71,8 @@ def table(estimate: Estimate) -> Iterator[str]:
     yield ""
     yield _fact("GPU memory", f"from {estimate.least_gpu_bytes / GIB:.1f} GiB, for one sequence of {estimate.length:,} tokens")
     if limits is not None:
-        batch = "at least " * limits.batch_is_least + f"{limits.batch:,}"
-        context = "at least " * limits.context_is_least + f"{limits.context:,}"
+        batch = "at least " * (limits.batch == MOST_BATCH) + f"{limits.batch:,}"
+        context = "at least " * (limits.context == MOST_TOKENS) + f"{limits.context:,}"
         stated = f"; the configuration names {estimate.stated_positions:,}" if estimate.stated_positions else ""
         if (positions := estimate.table) is not None:
             stated = f"; the model has {positions.positions:,} positions ({positions.name})"
@@ -136,29 +136,28 @@ def _cells(row: Forecast) -> tuple[str, ...]:
     )
 
 
-def _verdict(estimate: Estimate) -> list[str]:
+def _verdict(estimate: Estimate) -> Iterator[str]:
     """What is missing, and what helps; nothing if it fits."""
     if estimate.missing_host_bytes > 0:
         missing = f"It doesn't fit: {_missing_host(estimate)} are missing"
         if (found := estimate.forecaster.settings_that_fit()) is None:
-            return [f"{missing}, and no settings take so little: freeze a part of the model, or train LoRA adapters (PEFT)"]
+            yield f"{missing}, and no settings take so little: freeze a part of the model, or train LoRA adapters (PEFT)"
+            return
         changes, needed = found
         costs = ["the Trainer's max_grad_norm must be 0"] * ("host_gradients" in changes)
         costs += ["such moments give slightly other numbers"] * ("moments_dtype" in changes)
         settings = " ".join(f"{name}={value}" for name, value in changes.items())
-        return [f"{missing}. It fits with --set {settings} ({needed / GIB:,.1f} GiB; {'; '.join(costs)})"]
-    if estimate.fits:
-        return []
-    planned = estimate.machine.gpu_bytes
-    more, there = f"{(estimate.least_gpu_bytes - planned) / GIB:,.1f} GiB", f"{planned / GIB:,.1f} GiB of GPU memory"
-    is_hopeless = estimate.limits is not None and estimate.limits.context == 0
-    remedy = (
-        "take a GPU with more: a single token doesn't fit either" if is_hopeless else "shorten it, or take a GPU with more"
-    )
-    return [
-        f"It doesn't fit: one sequence of {estimate.length:,} tokens takes {more} more than the {there} that are planned "
-        f"with; {remedy}"
-    ]
+        yield f"{missing}. It fits with --set {settings} ({needed / GIB:,.1f} GiB; {'; '.join(costs)})"
+    elif not estimate.fits:
+        planned = estimate.machine.gpu_bytes
+        more, there = f"{(estimate.least_gpu_bytes - planned) / GIB:,.1f} GiB", f"{planned / GIB:,.1f} GiB of GPU memory"
+        remedy = "shorten it, or take a GPU with more"
+        if estimate.limits is not None and estimate.limits.context == 0:
+            remedy = "take a GPU with more: a single token doesn't fit either"
+        yield (
+            f"It doesn't fit: one sequence of {estimate.length:,} tokens takes {more} more than the {there} that are planned "
+            f"with; {remedy}"
+        )
 
 
 def _missing_host(estimate: Estimate) -> str:
@@ -210,9 +209,9 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         "limits": limits
         and {
             "largest_batch": limits.batch,
-            "largest_batch_is_least": limits.batch_is_least,
+            "largest_batch_is_least": limits.batch == MOST_BATCH,
             "longest_context": limits.context,
-            "longest_context_is_least": limits.context_is_least,
+            "longest_context_is_least": limits.context == MOST_TOKENS,
             "longest": limits.longest and _row_as_json(limits.longest),
         },
         "rows": [_row_as_json(row) for row in estimate.rows()],

@@ -106,8 +106,8 @@ def prepare_model(
     return prepared
 
 
-def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluation_mode: bool) -> None:
-    """Gives a model the engine that it needs. Optimizers of engines that are closed for it wait to be adopted."""
+def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluation_mode: bool) -> Engine:
+    """The engine that a model needs, attached to it. Optimizers of engines that are closed for it wait to be adopted."""
     engine, bf16 = engine_of(model), accelerator.mixed_precision == "bf16"
     accumulation, arguments = accelerator.gradient_accumulation_steps, arguments_of(accelerator)
     left_behind: list[torch.optim.Optimizer] = []
@@ -153,8 +153,7 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
             accelerator.register_load_state_pre_hook(lambda *_: ranks.meet("accelerator.load_state()"))
         for earlier_model in earlier_models:
             refuse_calls(earlier_model)
-        trains = engine.runtime.trains
-        left_behind += [one for one in earlier_optimizers if any(map(trains, parameters_of(one)))]
+        left_behind += [one for one in earlier_optimizers if any(map(engine.runtime.trains, parameters_of(one)))]
     elif not evaluation_mode:
         engine.enable_training()
     if not evaluation_mode and accumulation > 1:
@@ -162,6 +161,7 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
     for optimizer in left_behind:
         if _holds_any_of(optimizer, engine):
             accelerator.__dict__.setdefault(_WAITING, {})[id(optimizer)] = optimizer
+    return engine
 
 
 def _moment_bytes(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> int:
@@ -182,16 +182,14 @@ def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
     gradients = {} if before.config.passes_gradients else {p: p.grad for p in model.parameters() if p.grad is not None}
     drivers = (driver for driver in before.optimizer_drivers if isinstance(driver, FusedStep))
     in_backward = [driver.optimizer for driver in drivers if driver.steps_in_backward]
-    _attach(found, model, before.config, evaluation_mode=False)
+    engine = _attach(found, model, before.config, evaluation_mode=False)
     _adopt_waiting(found)
-    engine = engine_of(model)
-    assert engine is not None, "made just now"
     for parameter, gradient in gradients.items():
         state = engine.runtime.state_of(parameter)
         assert state is not None, "all parameters of a prepared model are in its store"
         state.handle.set_gradient(gradient.to(parameter.device))
     for driver in engine.optimizer_drivers:
-        if isinstance(driver, FusedStep) and before.config.step_schedule == "auto" and driver.optimizer in in_backward:
+        if isinstance(driver, FusedStep) and driver.optimizer in in_backward and not driver.steps_in_backward:
             # As at the begin of a training: which layers' weights get gradients from elsewhere isn't known yet.
             driver.schedule, driver.then = "deferred", "backward"
     engine.expect_accumulation(before.device_plan.micro_batches)

@@ -23,8 +23,7 @@ class PatchFinder:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
         specs = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None:
+        if (spec := next(filter(None, specs), None)) is not None:
             loader: Any = spec.loader
             execute = loader.exec_module
 

@@ -62,8 +62,7 @@ def _section_of(config_dict: Mapping[str, Any]) -> YamlSection | None:
 def process_config(original: Callable[..., dict[str, Any]], config_dict: dict[str, Any]) -> dict[str, Any]:
     """Translates a loaded accelerate config into one that stock accelerate accepts, and a :class:`YamlSection`. Raises
     ``ConfigError`` where the section has an unknown key or a value out of range, or it or the type is misspelt."""
-    section = _section_of(config_dict)
-    if section is not None:
+    if (section := _section_of(config_dict)) is not None:
         config_dict = {**config_dict, SECTION: section}
         if section.typed or "distributed_type" not in config_dict:
             config_dict.setdefault("num_processes", 1)
@@ -75,8 +74,7 @@ def process_config(original: Callable[..., dict[str, Any]], config_dict: dict[st
 def to_dict(original: Callable[..., dict[str, Any]], config: Any) -> dict[str, Any]:
     """Puts section and type back into what accelerate writes to a file."""
     result = original(config)
-    section = getattr(config, SECTION, None)
-    if section is not None:
+    if (section := getattr(config, SECTION, None)) is not None:
         result.pop(SECTION, None)
         if section.settings is not None:
             result[SECTION] = dict(section.settings)

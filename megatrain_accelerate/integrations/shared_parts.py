@@ -26,8 +26,7 @@ def refuse_calls(earlier: nn.Module) -> None:
         return
 
     def refuse(model: nn.Module, args: Any) -> None:
-        holder = new_holder(model)
-        if holder is None:
+        if (holder := new_holder(model)) is None:
             handle.remove()
             return
         other, engine = holder
@@ -46,7 +45,7 @@ def take_over(model: nn.Module, config: MegatrainConfig) -> tuple[list[nn.Module
     alone (a teacher's embedding) may lie in both stores. Returns those models, their optimizers, and whether one of the
     engines was made for training. An ``UnsupportedError``, with nothing closed, where the model has no layers that could
     stream."""
-    sharing = [engine for engine in all_engines() if engine is not engine_of(model) and _conflicts(model, engine)]
+    sharing = [engine for engine in all_engines() if _conflicts(model, engine)]
     models = [other for other, engine in prepared_models() if engine in sharing]
     optimizers = [optimizer for engine in sharing for optimizer in engine.optimizers]
     if sharing:
@@ -68,8 +67,7 @@ def new_holder(model: nn.Module) -> tuple[nn.Module, Engine] | None:
         return None
     owners = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
     for other, engine in prepared_models():
-        its_own = set(other.modules())
-        if _conflicts(model, engine) and not its_own.issuperset(owners):
+        if _conflicts(model, engine) and not set(other.modules()).issuperset(owners):
             return other, engine
     return None
 
@@ -100,10 +98,9 @@ def write_through(original: Callable[..., Any], tuner: nn.Module, *args: Any, **
         return original(tuner, *args, **kwargs)
     finally:
         for engine in engines:
-            for unit in engine.runtime.units:
-                for state in unit.states:
-                    if not state.entry.spec.trainable:
-                        state.handle.mark_written()
+            for state in (state for unit in engine.runtime.units for state in unit.states):
+                if not state.entry.spec.trainable:
+                    state.handle.mark_written()
             engine.drain()
 
 

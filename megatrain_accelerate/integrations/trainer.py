@@ -33,7 +33,6 @@ _TRAINERS_THAT_DO_NOT_LOOK = ("transformers", "trl", "sentence_transformers", "s
 
 
 def n_gpu(original: Callable[..., int], arguments: Any) -> int:
-    """At most one GPU a process."""
     if original(arguments) > 1:
         arguments._n_gpu = 1
     return original(arguments)
@@ -110,8 +109,7 @@ def label_smoothed_loss(
         reduction="sum",
         label_smoothing=smoother.epsilon,
     )
-    count = kwargs.get("num_items_in_batch")
-    if count is None:
+    if (count := kwargs.get("num_items_in_batch")) is None:
         count = (~is_ignored).sum()
     return loss / (count.to(loss.device) if torch.is_tensor(count) else count)
 
@@ -119,8 +117,7 @@ def label_smoothed_loss(
 def choices_of(state: TrainerState) -> dict[str, Any]:
     """What was chosen for a training, by name. Checkpoints hold it, as JSON."""
     # The layout of transformers' ExportableState. No callback has this name: the Trainer would make it anew from the entry.
-    entry = state.stateful_callbacks.setdefault("megatrain_accelerate", {"args": {}, "attributes": {}})
-    return entry["attributes"]
+    return state.stateful_callbacks.setdefault("megatrain_accelerate", {"args": {}, "attributes": {}})["attributes"]
 
 
 def _is_a_users(owner: Any, name: str, packages: tuple[str, ...]) -> bool:
@@ -178,7 +175,6 @@ class MegatrainCallback(TrainerCallback):
             self._telemetry.step_ends()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Evaluation isn't training time, and neither is saving."""
         if self._telemetry is not None:
             self._telemetry.pause()
 

@@ -85,8 +85,7 @@ def _refuse_unsupported(arguments: Any) -> None:
             "streamed layer's gradients never pass. Use optim='adamw_torch', which needs no GPU memory for its states here"
             + (f", or {optimizer.removesuffix('_layerwise')!r}" if optimizer.endswith("_layerwise") else "")
         )
-    parallelism = getattr(arguments, "parallelism_config", None)
-    if parallelism is not None and parallelism.total_size > 1:
+    if (parallelism := getattr(arguments, "parallelism_config", None)) is not None and parallelism.total_size > 1:
         raise UnsupportedError(
             f"parallelism_config asks for {parallelism.total_size} processes that divide the model or the sequence, and "
             "megatrain divides data among GPUs only; remove it, and set num_processes"
@@ -100,5 +99,4 @@ def _refuse_unsupported(arguments: Any) -> None:
 
 
 def to_dict(original: Callable[..., dict[str, Any]], arguments: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Leaves the two fields out where they aren't used."""
     return {name: value for name, value in original(arguments, *args, **kwargs).items() if value or name not in FIELDS}

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from megatrain_accelerate.activation import is_on_for
+from megatrain_accelerate.errors import PatchError
 from megatrain_accelerate.integrations.patches import TESTED_VERSIONS, Patch
 
 _MARK = "_megatrain_patch"
@@ -75,8 +76,6 @@ def apply(patch: Patch, module: ModuleType) -> None:
         _apply(patch, module)
         _failures.pop(patch.target, None)
     except Exception as error:
-        from megatrain_accelerate.errors import PatchError
-
         package, tested = patch.package, TESTED_VERSIONS[patch.package]
         failure = _failures[patch.target] = PatchError(
             f"megatrain_accelerate can't patch {patch.target}: {type(error).__name__}: {error}. Installed: {package} "
@@ -177,10 +176,9 @@ def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -
 def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
     """Adds fields to a dataclass and its subclasses: by name, type and ``field()`` with a default. Raises ``TypeError`` where
     it isn't a dataclass, or has a field of that name."""
-    existing = {field.name for field in dataclasses.fields(owner)}
     if hasattr(owner.__init__, _MARK):
         return
-    if taken := additions.keys() & existing:
+    if taken := additions.keys() & {field.name for field in dataclasses.fields(owner)}:
         raise TypeError(f"{owner.__name__} has a field {', '.join(taken)} of its own")
 
     def init(original: Callable[..., None], made: Any, *args: Any, **kwargs: Any) -> None:

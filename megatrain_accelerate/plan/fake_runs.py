@@ -160,8 +160,8 @@ def taken_for_data(values: KnownValues) -> contextlib.AbstractContextManager[Non
 
 
 def _fake_result(func: Any, args: Any, kwargs: Any) -> Any:
-    # torch knows the shapes of grouped products (experts) for bf16 only, though its kernels run others.
-    if func is _ATEN._grouped_mm.default and isinstance(args[0], FakeTensor) and args[0].dtype != torch.bfloat16:
+    # torch knows the shapes of grouped products (experts) for bf16 only, though its kernels run others. Older ones have none.
+    if func.name() == "aten::_grouped_mm" and isinstance(args[0], FakeTensor) and args[0].dtype != torch.bfloat16:
         halves = tree_map_only(torch.Tensor, lambda at: at.to(torch.bfloat16) if at.is_floating_point() else at, args)
         return torch.empty_like(func(*halves, **{**kwargs, "out_dtype": None}), dtype=kwargs.get("out_dtype") or args[0].dtype)
     if func is _ATEN.bincount.default:

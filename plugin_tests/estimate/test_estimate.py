@@ -53,7 +53,7 @@ def forecaster(gpu_bytes: int = GIB, **settings: object) -> Forecaster:
 def test_the_engine_without_memory_has_the_sizes_of_the_real_one(micro_batches: int) -> None:
     real = attach(tiny_model(**SHAPE).train())
     real.device_plan.micro_batches = micro_batches
-    meta = ForecastPlan(MetaEngine(meta_model(), MegatrainConfig()), MegatrainConfig(), machine_with(MACHINE), micro_batches)
+    meta = ForecastPlan(MetaEngine(meta_model(), MegatrainConfig(), machine_with(MACHINE)), MegatrainConfig(), micro_batches)
     assert meta.model_sizes() == real.device_plan.model_sizes()
     outline = StepOutline((), 0, OpCosts(), {}, samples=2)
     assert meta.budget.fixed_bytes_by_kind(outline) == real.device_plan.budget.fixed_bytes_by_kind(outline)
@@ -66,7 +66,7 @@ def test_the_store_is_what_the_engine_allocates(moments_dtype: str) -> None:
         unit.allocate("gradients")
         unit.allocate("moments")
     config = MegatrainConfig(moments_dtype=moments_dtype)
-    plan = ForecastPlan(MetaEngine(meta_model(), config), config, machine_with(MACHINE))
+    plan = ForecastPlan(MetaEngine(meta_model(), config, machine_with(MACHINE)), config)
     assert plan.store_bytes == sum(real.host_bytes_by_kind().values())
 
 
@@ -177,7 +177,8 @@ def counted(batch: int = 2, length: int = 128, **shape: int) -> tuple[LayerProfi
     """Of a layer, by a run without data."""
     found: list[tuple[LayerProfile, SavedInForward]] = []
     model = meta_model(**shape)
-    engine, ids = MetaEngine(model, MegatrainConfig()), torch.zeros((batch, length), dtype=torch.long)
+    engine = MetaEngine(model, MegatrainConfig(), machine_with(MACHINE))
+    ids = torch.zeros((batch, length), dtype=torch.long)
 
     def note(layer: object, profile: LayerProfile, saved: SavedInForward) -> LayerProfile:
         found.append((profile, saved))

@@ -180,7 +180,6 @@ def limits_of(forecaster: Linear, gpu_bytes: int, length: int = 16, table: Posit
 def test_a_length_that_the_models_code_fails_at_is_one_that_does_not_fit(most_tokens: int) -> None:
     found = limits_of(Linear(most_tokens), 10**6)
     assert found.context == (most_tokens // 64 * 64 or 16)
-    assert not found.context_is_least
     with pytest.raises(ConfigError, match="no such position"):
         limits_of(Linear(15), 10**6)
 
@@ -195,12 +194,11 @@ def test_the_message_names_the_length_that_failed(tmp_path: Path, monkeypatch: p
 
 def test_the_end_of_the_search_is_not_a_limit() -> None:
     bound = limits_of(Linear(), 10_000)
-    assert (bound.batch, bound.batch_is_least, bound.context_is_least) == (625, False, False)
-    table = limits_of(Linear(), 10**9, table=PositionTable("wpe", 1000))
-    assert (table.context, table.context_is_least) == (1000, False)
+    assert bound.batch == 625 < MOST_BATCH
+    assert bound.context < MOST_TOKENS
+    assert limits_of(Linear(), 10**9, table=PositionTable("wpe", 1000)).context == 1000
     ended = limits_of(Linear(), 10**9)
-    assert (ended.batch, ended.batch_is_least) == (MOST_BATCH, True)
-    assert (ended.context, ended.context_is_least) == (MOST_TOKENS, True)
+    assert (ended.batch, ended.context) == (MOST_BATCH, MOST_TOKENS)
 
 
 def test_the_end_of_the_search_is_said_to_be_one(tmp_path: Path) -> None:

@@ -232,3 +232,9 @@ def test_a_table_of_models_is_of_all_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     states = f"{8 * found[0].forecaster.parameters / GIB:.1f}"
     assert states in next(line.split() for line in lines if line.startswith("Qwen2.5-0.5B"))
     assert next(found[1].rows()).fits, "experts are fetched whole"
+
+
+def test_a_model_that_transformers_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = ladder._SHAPES["Qwen2.5-0.5B"]
+    monkeypatch.setattr(ladder, "_SHAPES", {"of another version": ("not_a_type", (), {}), "Qwen2.5-0.5B": known})
+    assert [found.model for found in ladder.estimates(parsed("--gpu", "RTX4090", "--gpus", "1"))] == ["Qwen2.5-0.5B"]

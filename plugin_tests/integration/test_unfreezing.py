@@ -180,9 +180,10 @@ class Unfreezing(TrainerCallback):
     [
         {"max_grad_norm": 0.5},
         {"max_grad_norm": 0.0},
+        {"max_grad_norm": 0.0, "settings": {"host_gradients": "passing"}},
         {"gradient_accumulation_steps": 2, "settings": {"join_micro_batches": True}},
     ],
-    ids=["clipped", "in backward", "joined"],
+    ids=["clipped", "in backward", "passing", "joined"],
 )
 def test_a_callback_unfreezes_layers(changes: dict[str, Any], adds: bool, tmp_path: Path) -> None:
     def options(model: nn.Module) -> dict[str, Any]:

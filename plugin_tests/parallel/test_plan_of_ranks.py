@@ -107,14 +107,14 @@ def test_ranks_run_by_the_plan_of_the_largest_batch_in_the_smallest_budget(tmp_p
         model = tiny_model().to(torch.bfloat16).train()
     config, machine = MegatrainConfig(), Machine(1e9, 1e9, 1e9, 1e9, 1e9)
     described = machine_with(machine, gpus=2, exchange_bytes=1e11)
-    estimated = ForecastPlan(MetaEngine(model, config, gpus=2), config, described)
+    estimated = ForecastPlan(MetaEngine(model, config, described), config)
     sizes = estimated.model_sizes()
     assert sizes.fetch_share == pytest.approx(0.5 + 0.5 * 1e9 / 1e11), "half over the link, half from the other"
     # The ranks' slots are rounded up to equal parts.
     assert first["sizes"] == repr(dataclasses.replace(sizes, fetch_share=0.5, slot_bytes=0))
     assert first["exchange"] == estimated.budget.fixed_bytes_by_kind()["exchange"]
     model.model.layers[1].requires_grad_(False)
-    sizes = ForecastPlan(MetaEngine(model, config, gpus=2), config, described).model_sizes()
+    sizes = ForecastPlan(MetaEngine(model, config, described), config).model_sizes()
     assert sizes.fetch_share == 1.0, "a rank may leave out a frozen layer"
 
 
