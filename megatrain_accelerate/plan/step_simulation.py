@@ -49,22 +49,19 @@ class Resource:
 class HostOptimizer(Resource):
     def __init__(self) -> None:
         super().__init__()
-        self._spans: list[tuple[float, float]] = []
+        self.spans: list[tuple[float, float]] = []
+        """When it is at work, so far."""
 
     def work(self, seconds: float, not_before: float = 0.0) -> float:
         start = max(self.free_at, not_before)
         end = super().work(seconds, not_before)
-        if self._spans and self._spans[-1][1] == start:
-            start = self._spans.pop()[0]
-        self._spans.append((start, end))
+        if self.spans and self.spans[-1][1] == start:
+            start = self.spans.pop()[0]
+        self.spans.append((start, end))
         return end
 
-    def end_beside(self, start: float, seconds: float, share: float) -> float:
-        """When something is over that takes ``seconds`` alone, and goes at a share of that speed beside the optimizer."""
-        return _end_beside(self._spans, start, seconds, share)
 
-
-def _end_beside(spans: list[tuple[float, float]], start: float, seconds: float, share: float) -> float:
+def end_beside(spans: list[tuple[float, float]], start: float, seconds: float, share: float) -> float:
     """When something is over that takes ``seconds`` alone, and goes at a share of that speed in these spans."""
     now, left = start, seconds
     for begin, end in spans[max(0, bisect.bisect(spans, (start,)) - 1) :]:
@@ -92,7 +89,7 @@ class Link(Resource):
         """Spans of the copies of steps on the device."""
 
     def _end(self, size_bytes: int, start: float) -> float:
-        return self._optimizer.end_beside(start, size_bytes / self._bytes_per_second, self._share)
+        return end_beside(self._optimizer.spans, start, size_bytes / self._bytes_per_second, self._share)
 
     def copy_between(self, size_bytes: int, start: float) -> float:
         """A copy that finds its place between queued ones: it takes the link's time, and waits for none."""
@@ -112,7 +109,7 @@ class Link(Resource):
         """Queues a copy; returns when it is over. With ``steps_first`` it goes when no copy of a step does."""
         start = max(self.free_at, not_before)
         seconds = self._end(size_bytes, start) - start
-        self.free_at = _end_beside(self._taken, start, seconds, 0.0) if steps_first else start + seconds
+        self.free_at = end_beside(self._taken, start, seconds, 0.0) if steps_first else start + seconds
         self.busy += seconds
         return self.free_at
 
@@ -349,10 +346,6 @@ class _Pipeline:
         """Called when every gradient is on the host: what ``optimizer.step()`` does."""
         model, placement = self.model, self.placement
         now = self.compute.work(0.0, self.d2h.free_at)
-        stepped_on_device = [
-            *(model.layers[i] for i in placement.on_device),
-            *(model.groups if placement.groups_on_device else ()),
-        ]
         self.before_at = self._step_and_push(model.groups_before, now)
         for layer, unit in enumerate(model.layers if not model.steps_in_backward else ()):
             if layer not in placement.on_device:
@@ -363,7 +356,7 @@ class _Pipeline:
         self.slots.forget()
         self.part_slots.forget()
         self.compute.work(0.0, self.compute.free_at + self.machine.step_overhead)
-        stepped_bytes = sum(unit.step_traffic + _NORM_BYTES * unit.parameters for unit in stepped_on_device)
+        stepped_bytes = sum(unit.step_traffic + _NORM_BYTES * unit.parameters for unit in model.on_device(placement))
         self.compute.work(stepped_bytes / self.machine.device_bytes)
 
     def _step_and_push(self, units: Sequence[UnitSizes], now: float) -> float:
