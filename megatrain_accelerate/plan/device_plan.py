@@ -372,11 +372,10 @@ class DevicePlan:
         share = plan.tokens / (plan.batches * planned.real) if planned.real else 1.0
 
         def step_at(share: float) -> StepOutline | None:
-            if calls.real is None:
-                resized = resized_batch(model, inputs, planned, share)
-            else:  # without padding the tokens alone count, else the length does, too
-                resized = resized_batch(model, inputs, dataclasses.replace(planned, real=round(share * planned.real)), 1.0)
-            if resized is None:
+            extent, growth = planned, share
+            if calls.real is not None:  # without padding the tokens alone count, else the length does, too
+                extent, growth = dataclasses.replace(planned, real=round(share * planned.real)), 1.0
+            if (resized := resized_batch(model, inputs, extent, growth)) is None:
                 return None
             batch, real = resized
             with layers_run(self._runtime, outline.samples, outline.token_tile):

@@ -38,27 +38,18 @@ class Resource:
         self.free_at = 0.0
         self.busy = 0.0
         """Seconds at work so far."""
+        self.spans: list[tuple[float, float]] = []
+        """When it was at work; what follows at once is one span."""
 
     def work(self, seconds: float, not_before: float = 0.0) -> float:
         """Queues work; returns when it is over."""
-        self.free_at = max(self.free_at, not_before) + seconds
-        self.busy += seconds
-        return self.free_at
-
-
-class HostOptimizer(Resource):
-    def __init__(self) -> None:
-        super().__init__()
-        self.spans: list[tuple[float, float]] = []
-        """When it is at work, so far."""
-
-    def work(self, seconds: float, not_before: float = 0.0) -> float:
         start = max(self.free_at, not_before)
-        end = super().work(seconds, not_before)
+        self.free_at = start + seconds
+        self.busy += seconds
         if self.spans and self.spans[-1][1] == start:
             start = self.spans.pop()[0]
-        self.spans.append((start, end))
-        return end
+        self.spans.append((start, self.free_at))
+        return self.free_at
 
 
 def end_beside(spans: list[tuple[float, float]], start: float, seconds: float, share: float) -> float:
@@ -82,7 +73,7 @@ def end_beside(spans: list[tuple[float, float]], start: float, seconds: float, s
 class Link(Resource):
     """One direction of the link: its speed, and what share of that is left while the optimizer works."""
 
-    def __init__(self, bytes_per_second: float, share: float, optimizer: HostOptimizer) -> None:
+    def __init__(self, bytes_per_second: float, share: float, optimizer: Resource) -> None:
         super().__init__()
         self._bytes_per_second, self._share, self._optimizer = bytes_per_second, share, optimizer
         self._taken: list[tuple[float, float]] = []
@@ -185,10 +176,9 @@ class _Pipeline:
         self.outside_seconds = [event.costs.seconds(machine) for event in events]
         """Before each event."""
         if measured is not None:
-            until_backward = [*[0.0] * (self.last_forward + 1), measured]
-            self.outside_seconds[: len(until_backward)] = until_backward
+            self.outside_seconds[: self.last_forward + 2] = [*[0.0] * (self.last_forward + 1), measured]
         self.sent = sent_bytes(outline, placement)
-        self.compute, self.host, self.network = Resource(), HostOptimizer(), Resource()
+        self.compute, self.host, self.network = Resource(), Resource(), Resource()
         self.h2d = Link(machine.h2d_bytes, machine.h2d_share_in_step, self.host)
         self.d2h = Link(machine.d2h_bytes, machine.d2h_share_in_step, self.host)
         self.applied: dict[Hashable, float] = collections.defaultdict(float)
@@ -420,7 +410,6 @@ def simulate_step(outline: StepOutline, model: Model, placement: Placement, mach
     """The duration of a step in the steady state, and how long each resource is at work in it."""
     pipeline = _Pipeline(outline, model, placement, machine)
     resources = (pipeline.compute, pipeline.h2d, pipeline.d2h, pipeline.host, pipeline.network)
-    start, busy = 0.0, [0.0] * len(resources)
     for _ in range(3):
         start, busy = pipeline.compute.free_at, [resource.busy for resource in resources]
         for micro_batch in range(model.micro_batches):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain_accelerate.plan.step_simulation import HostOptimizer, Link, Resource, Slots, end_beside
+from megatrain_accelerate.plan.step_simulation import Link, Resource, Slots, end_beside
 
 
-def stepping(*spans: tuple[float, float]) -> HostOptimizer:
+def stepping(*spans: tuple[float, float]) -> Resource:
     """At work in these spans."""
-    optimizer = HostOptimizer()
+    optimizer = Resource()
     for begin, end in spans:
         optimizer.work(end - begin, begin)
     return optimizer
@@ -53,7 +53,7 @@ def test_work_that_follows_at_once_is_one_span() -> None:
 
 
 def test_copies_of_steps_follow_each_other_and_what_waits_for_them_takes_the_gaps() -> None:
-    link = Link(100.0, 0.5, HostOptimizer())
+    link = Link(100.0, 0.5, Resource())
     assert link.copy_of_step(100, 1.0) == 3.0  # both ways at once, at half the speed
     assert link.copy_of_step(50, 2.0) == 4.0
     assert link.copy_of_step(50, 6.0) == 7.0
@@ -64,7 +64,7 @@ def test_copies_of_steps_follow_each_other_and_what_waits_for_them_takes_the_gap
 
 
 def test_slots_take_turns_and_hold_what_used_them_last() -> None:
-    link = Link(10.0, 1.0, HostOptimizer())
+    link = Link(10.0, 1.0, Resource())
     slots = Slots(2, link)
     assert slots.filled_at("a", 10, not_before=1.0) == 2.0
     slots.use("a", until=7.0)
