@@ -220,12 +220,10 @@ def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
     outline, sent = outline.at(*placement.budgets), []
     for event in outline.forward_calls:
         profile = outline.profiles[event.kind]
-        if not placement.is_recomputed(event.layer):
-            sent.append(profile.offloaded_bytes * (event.layer in placement.offloaded))
-        else:
-            # Attention's results wait where the inputs do.
-            waiting = profile.input_bytes + profile.attention_bytes * (event.layer in placement.attention_kept)
-            sent.append(waiting * (event.layer in placement.inputs_offloaded))
+        # Attention's results wait where the inputs do.
+        waiting = profile.input_bytes + profile.attention_bytes * (event.layer in placement.attention_kept)
+        leaving = profile.offloaded_bytes * (event.layer in placement.offloaded)
+        sent.append(leaving + waiting * placement.offloads_inputs(event.layer))
     return sent
 
 

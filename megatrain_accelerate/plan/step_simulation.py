@@ -195,11 +195,9 @@ class _Pipeline:
         """What is left of the host step's speed, by how much of its time activations leave."""
         model, placement, machine = self.model, self.placement, self.machine
         leaving_seconds = sum(self.sent) / (machine.d2h_bytes * machine.d2h_share_in_step)
-        elsewhere = placement.on_device | placement.states_on_device
-        stepped = [unit for layer, unit in enumerate(model.layers) if layer not in elsewhere]
-        stepped += [part for parts in model.parts.values() for part in parts]
-        stepped += [] if placement.groups_on_device or placement.states_on_device else model.groups
-        seconds = sum(unit.step_traffic for unit in stepped) / model.ranks / machine.host_step_traffic
+        traffic = sum(unit.step_traffic for units in (model.layers, *model.parts.values(), model.groups) for unit in units)
+        elsewhere = [*model.on_device(placement), *model.stepped_on_device(placement)]
+        seconds = (traffic - sum(unit.step_traffic for unit in elsewhere)) / model.ranks / machine.host_step_traffic
         return 1 - min(1.0, leaving_seconds / seconds if seconds else 0.0) * (1 - machine.step_share_beside_copies)
 
     def _weights_at(self, layer: int) -> float:
