@@ -144,13 +144,10 @@ class PlacementSearch:
         """The same with as much on the device as there is room for: it takes load off the host and the link."""
 
         def first_as_good(filled: Iterable[Counts]) -> tuple[Counts, Candidate]:
+            seconds, kept = (1 + NO_SLOWER) * found.time.seconds, len(found.placement.kept)
             for counts in filled:
                 candidate = self._try(counts)
-                if (
-                    candidate is not None
-                    and candidate.time.seconds <= (1 + NO_SLOWER) * found.time.seconds
-                    and len(candidate.placement.kept) >= len(found.placement.kept)
-                ):
+                if candidate is not None and candidate.time.seconds <= seconds and len(candidate.placement.kept) >= kept:
                     return counts, candidate
             return at, found
 
@@ -171,7 +168,7 @@ class PlacementSearch:
         """What makes others of some counts. Of two kinds each may be worth nothing without the other: inputs, or whole layers,
         that leave make room for what is kept of attention, for activations or for the states of many more layers."""
         vary, both = self._varied, (False, True)
-        some = sorted({round(i * self._count / 12) for i in range(13)})
+        some = sorted({round(i * self._count / 12) for i in range(13)})  # from none to all
 
         def near(count: int, reach: int, others: Iterable[int] = some) -> list[int]:
             """Numbers of layers that are off by up to ``reach``, and the others."""
