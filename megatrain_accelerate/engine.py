@@ -133,7 +133,7 @@ class Engine:
                     "exchanged for each piece of a batch, of which several processes may have unequal numbers; leave out "
                     "micro_batch_size, or set expert_parts to 1"
                 )
-            self._shared_store = SharedStore(ranks, len(discovery.parameter_groups()))
+            self._shared_store = SharedStore(ranks, len(discovery.units()))
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []
         self.training = False
@@ -281,7 +281,7 @@ class Engine:
         return kinds == {id(parameter): (parameter.requires_grad, tuple(parameter.shape)) for parameter in model.parameters()}
 
     def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
-        groups = discovery.parameter_groups()
+        groups = [parameters for _, parameters in discovery.units()]
         layouts = [FlatLayout.of(group, self._dtypes) for group in groups]
         self._streamed_units = len(discovery.layers) + len(discovery.experts)
         parts = self._planned_bytes(layouts, training, fp32_sums)

@@ -40,7 +40,7 @@ class Adoption:
         wants_weights = is_without_weights(model) and device.type != "meta"
         self._meta_weights = _MetaWeights(model, discovery, device) if wants_weights else None
         files = FileMappings()
-        self._pages = [files.pages(parameter for _, parameter in group) for group in discovery.parameter_groups()]
+        self._pages = [files.pages(parameter for _, parameter in group) for _, group in discovery.units()]
         mapped = sum(end - start for ranges in self._pages for start, end in ranges)
         self._gives_cache_back = unused_host_bytes() < store_bytes + mapped
         self._made = 0
@@ -144,13 +144,7 @@ class _MetaWeights:
         """Of all modules, inner ones first."""
         self._names = {module: name for name, module in model.named_modules()}
         self._note(model, None)
-        of_units = [
-            list(module.modules())
-            for index, (_, layer) in enumerate(discovery.layers)
-            for module in (layer, *(spec.module for spec in discovery.experts_of(index)))
-        ]
-        of_units += [[spec.owner] for spec in discovery.residents]
-        self._unit_of = {part: unit for unit, parts in enumerate(of_units) for part in parts}
+        self._unit_of = {part: unit for unit, (parts, _) in enumerate(discovery.units()) for part in parts}
         logger.warning(
             "megatrain: the model was built without weights (on the meta device); they are initialised at random, by seed %d. "
             "For a pretrained model call from_pretrained outside torch.device('meta') and init_empty_weights()",
