@@ -76,8 +76,8 @@ class Link(Resource):
     def __init__(self, bytes_per_second: float, share: float, optimizer: Resource) -> None:
         super().__init__()
         self._bytes_per_second, self._share, self._optimizer = bytes_per_second, share, optimizer
-        self._taken: list[tuple[float, float]] = []
-        """Spans of the copies of steps on the device."""
+        self._of_steps = Resource()
+        """Copies of steps on the device."""
 
     def _end(self, size_bytes: int, start: float) -> float:
         return end_beside(self._optimizer.spans, start, size_bytes / self._bytes_per_second, self._share)
@@ -91,16 +91,14 @@ class Link(Resource):
     def copy_of_step(self, size_bytes: int, not_before: float) -> float:
         """A copy of a step on the device, beside such a copy the other way, and behind those of steps before it."""
         seconds = size_bytes / (self._bytes_per_second * self._share)
-        start = max(not_before, self._taken[-1][1] if self._taken else 0.0)
-        self._taken.append((start, start + seconds))
         self.busy += seconds
-        return start + seconds
+        return self._of_steps.work(seconds, not_before)
 
     def copy(self, size_bytes: int, not_before: float = 0.0, steps_first: bool = False) -> float:
         """Queues a copy; returns when it is over. With ``steps_first`` it goes when no copy of a step does."""
         start = max(self.free_at, not_before)
         seconds = self._end(size_bytes, start) - start
-        self.free_at = end_beside(self._taken, start, seconds, 0.0) if steps_first else start + seconds
+        self.free_at = end_beside(self._of_steps.spans, start, seconds, 0.0) if steps_first else start + seconds
         self.busy += seconds
         return self.free_at
 
