@@ -79,12 +79,9 @@ class Link(Resource):
         self._of_steps = Resource()
         """Copies of steps on the device."""
 
-    def _end(self, size_bytes: int, start: float) -> float:
-        return end_beside(self._optimizer.spans, start, size_bytes / self._bytes_per_second, self._share)
-
     def copy_between(self, size_bytes: int, start: float) -> float:
         """A copy that finds its place between queued ones: it takes the link's time, and waits for none."""
-        end = self._end(size_bytes, start)
+        end = end_beside(self._optimizer.spans, start, size_bytes / self._bytes_per_second, self._share)
         self.busy += end - start
         return end
 
@@ -97,9 +94,8 @@ class Link(Resource):
     def copy(self, size_bytes: int, not_before: float = 0.0, steps_first: bool = False) -> float:
         """Queues a copy; returns when it is over. With ``steps_first`` it goes when no copy of a step does."""
         start = max(self.free_at, not_before)
-        seconds = self._end(size_bytes, start) - start
-        self.free_at = end_beside(self._of_steps.spans, start, seconds, 0.0) if steps_first else start + seconds
-        self.busy += seconds
+        end = self.copy_between(size_bytes, start)
+        self.free_at = end_beside(self._of_steps.spans, start, end - start, 0.0) if steps_first else end
         return self.free_at
 
 
