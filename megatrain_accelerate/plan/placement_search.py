@@ -202,17 +202,15 @@ class PlacementSearch:
 
     def _evaluate(self, counts: Counts) -> Candidate | None:
         """The candidate with as many kept layers as fit; None if it doesn't fit with any."""
+        count = self._count
 
         def placement(kept: int) -> Placement:
-            return dataclasses.replace(counts, kept=kept).placement(self._count)
-
-        def fits_without(others: int) -> bool:
-            return self._peak_bytes(placement(self._count - others)) <= self._budget
+            return dataclasses.replace(counts, kept=kept).placement(count)
 
         kept = self._fixed.get("kept")
         if kept is None:
             # If some number fits, so do smaller ones: the fewest that aren't kept.
-            kept = self._count - bisect.bisect_left(range(self._count + 1), True, key=fits_without)
+            kept = count - bisect.bisect_left(range(count + 1), True, key=lambda others: self.fits(placement(count - others)))
         chosen = placement(max(0, kept))
         taken_bytes = self._peak_bytes(chosen)
         return self._candidate(chosen, taken_bytes) if taken_bytes <= self._budget and self._has_host_room(chosen) else None
