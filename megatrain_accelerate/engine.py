@@ -118,7 +118,7 @@ class Engine:
         self._holds_masters = training or any(p.requires_grad and p.dtype != self._dtypes[id(p)] for p in model.parameters())
         counts_sums = training and accumulates and config.accumulation_dtype == "fp32"
         self._rank_count = 1 if ranks is None else ranks.size
-        of_units = discovery.parameter_groups()
+        of_units = [parameters for _, parameters in discovery.units()]
         layouts = [FlatLayout.of(unit, self._dtypes) for unit in of_units]
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
         self._streamed_units = len(discovery.layers) + len(discovery.experts)

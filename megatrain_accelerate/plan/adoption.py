@@ -4,6 +4,7 @@ dtype each parameter computes, and the values of models that were built without 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,7 +40,7 @@ class Adoption:
         wants_weights = is_without_weights(model) and device.type != "meta"
         self._meta_weights = _MetaWeights(model, discovery, device) if wants_weights else None
         files = FileMappings()
-        self._pages = [files.pages(parameter for _, parameter in group) for group in discovery.parameter_groups()]
+        self._pages = [files.pages(parameter for _, parameter in group) for _, group in discovery.units()]
         mapped = sum(end - start for ranges in self._pages for start, end in ranges)
         self._gives_cache_back = unused_host_bytes() < store_bytes + mapped
         self._made = 0
@@ -100,9 +101,8 @@ def _own_precision(model: nn.Module) -> set[int]:
     """Ids of the parameters that keep their dtype, and so their values, their file format and their merges."""
     parameters = dict(model.named_parameters())
     # What the model itself wants in fp32.
-    parts: set[str] = set()
-    for module in model.modules():
-        parts.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    wishes = (getattr(module, "_keep_in_fp32_modules_strict", None) or () for module in model.modules())
+    parts = set(itertools.chain.from_iterable(wishes))
     found = {id(parameter) for name, parameter in parameters.items() if parts.intersection(name.split("."))}
     # What PEFT trains (adapters, modules_to_save, prompts) it makes fp32 on purpose; autocast rounds as without this package.
     if any(hasattr(module, "peft_config") for module in model.modules()):
@@ -115,10 +115,9 @@ def _own_precision(model: nn.Module) -> set[int]:
                     held = holder.parameters() if isinstance(holder, nn.Module) else [holder]
                     found |= {id(parameter) for parameter in held}
     # An output head whose forward somebody replaced (TRL's cast_lm_head_to_fp32).
-    try:
-        head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    except (AttributeError, NotImplementedError):
-        head = None
+    head: Any = None
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        head = model.get_output_embeddings()  # type: ignore[operator]
     if "forward" in getattr(head, "__dict__", {}) and not is_proxy(head):
         found |= {id(parameter) for parameter in head.parameters()}
     # In a model that was loaded in bf16, the parameters that aren't: somebody cast a head or a router to fp32 on purpose.
@@ -145,13 +144,7 @@ class _MetaWeights:
         """Of all modules, inner ones first."""
         self._names = {module: name for name, module in model.named_modules()}
         self._note(model, None)
-        of_units = [
-            list(module.modules())
-            for index, (_, layer) in enumerate(discovery.layers)
-            for module in (layer, *(spec.module for spec in discovery.experts_of(index)))
-        ]
-        of_units += [[spec.owner] for spec in discovery.residents]
-        self._unit_of = {part: unit for unit, parts in enumerate(of_units) for part in parts}
+        self._unit_of = {part: unit for unit, (parts, _) in enumerate(discovery.units()) for part in parts}
         logger.warning(
             "megatrain: the model was built without weights (on the meta device); they are initialised at random, by seed %d. "
             "For a pretrained model call from_pretrained outside torch.device('meta') and init_empty_weights()",

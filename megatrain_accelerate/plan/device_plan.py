@@ -96,7 +96,7 @@ class DevicePlan:
         """While attention runs without cuDNN, what gives it back: at the latest when the plan goes with its model."""
         self._is_displaced = False
         """Whether an evaluation needed the room of what lives on the device."""
-        self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights)
+        self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights, self.budget)
         self._expected: tuple[int | None, bool | None] = (None, None)
         self._compiles_after: int | None = None
         """While the first step of a training is under way and layers are compiled from the second on, the steps before it."""
@@ -131,7 +131,7 @@ class DevicePlan:
         wouldn't fit beside it. Where there is room to spare, layers that stream are held (:mod:`.evaluation_weights`)."""
         if self._runtime.open_forwards:
             return
-        self.evaluation_weights.before_forward(model, inputs, self.budget.left_bytes)
+        self.evaluation_weights.before_forward(model, inputs)
         placement = self.made.placement
         if (placement.on_device or placement.states_on_device) and not self._is_displaced and self._device.type == "cuda":
             needed_bytes = self.evaluation_weights.needed_bytes(model, inputs)
@@ -372,11 +372,10 @@ class DevicePlan:
         share = plan.tokens / (plan.batches * planned.real) if planned.real else 1.0
 
         def step_at(share: float) -> StepOutline | None:
-            if calls.real is None:
-                resized = resized_batch(model, inputs, planned, share)
-            else:  # without padding the tokens alone count, else the length does, too
-                resized = resized_batch(model, inputs, dataclasses.replace(planned, real=round(share * planned.real)), 1.0)
-            if resized is None:
+            extent, growth = planned, share
+            if calls.real is not None:  # without padding the tokens alone count, else the length does, too
+                extent, growth = dataclasses.replace(planned, real=round(share * planned.real)), 1.0
+            if (resized := resized_batch(model, inputs, extent, growth)) is None:
                 return None
             batch, real = resized
             with layers_run(self._runtime, outline.samples, outline.token_tile):

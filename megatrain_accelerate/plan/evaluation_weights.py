@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from megatrain_accelerate.layers.caches import CACHE_ARGUMENTS
 from megatrain_accelerate.layers.runtime import StreamingRuntime
+from megatrain_accelerate.plan.device_budget import DeviceBudget
 from megatrain_accelerate.plan.other_batches import BatchExtent
 from megatrain_accelerate.plan.step_outline import evaluation_bytes
 from megatrain_accelerate.units import GIB
@@ -53,8 +54,8 @@ class EvaluationWeights:
     generation on, or the second of others in a row (a reference model's, once a training step, gains nothing); as many as fit
     beside what it needs, its caches counted twice so that they can grow."""
 
-    def __init__(self, runtime: StreamingRuntime, setting: str) -> None:
-        self._runtime, self._setting = runtime, setting
+    def __init__(self, runtime: StreamingRuntime, setting: str, budget: DeviceBudget) -> None:
+        self._runtime, self._setting, self._budget = runtime, setting, budget
         self._forwards = self._cache_bytes = self._needed_bytes = 0
         self._evaluated = BatchExtent()
         self._is_full = self._is_warned = self._is_warned_of_experts = False
@@ -70,15 +71,14 @@ class EvaluationWeights:
                 logger.info("megatrain: an evaluation's memory can't be predicted for this model (%s)", error)
         return self._needed_bytes
 
-    def before_forward(self, model: nn.Module, inputs: Mapping[str, Any], left_bytes: Callable[[], int | None]) -> None:
-        """Before a forward without gradients: holds more layers if there is room, or gives some up if there is none.
-        ``left_bytes`` tells what is left of the budget beside all that the engine holds, None without one."""
+    def before_forward(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        """Before a forward without gradients: holds more layers if there is room, or gives some up if there is none."""
         if self._setting == "stream" or self._runtime.prefetcher.all_on_device:
             return
         self._forwards += 1
         if self._setting == "auto" and self._forwards < 2 and not has_cache(inputs):
             return
-        if (left := left_bytes()) is None and self._setting != "resident":
+        if (left := self._budget.left_bytes()) is None and self._setting != "resident":
             return
         spare: float = math.inf
         if left is not None:

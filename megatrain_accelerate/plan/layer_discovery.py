@@ -85,13 +85,15 @@ class Discovery:
         others = {id(parameter) for spec in self.experts_of(layer) for parameter in spec.module.parameters()}
         return [(key, p) for key, p in self.layers[layer][1].named_parameters() if id(p) not in others]
 
-    def parameter_groups(self) -> list[list[tuple[str, nn.Parameter]]]:
-        """The parameters of each unit, in the order in which units are made: each layer and its experts, then residents."""
-        groups = []
-        for layer in range(len(self.layers)):
-            groups.append(self.parameters_of(layer))
-            groups += [list(spec.module.named_parameters()) for spec in self.experts_of(layer)]
-        return groups + [list(spec.parameters) for spec in self.residents]
+    def units(self) -> list[tuple[list[nn.Module], list[tuple[str, nn.Parameter]]]]:
+        """The modules and the parameters of each unit, in the order in which units are made: each layer and its experts, then
+        residents. Modules of experts are among their layer's, too."""
+        units = []
+        for index, (_, layer) in enumerate(self.layers):
+            units.append((list(layer.modules()), self.parameters_of(index)))
+            experts = [spec.module for spec in self.experts_of(index)]
+            units += [(list(module.modules()), list(module.named_parameters())) for module in experts]
+        return units + [([spec.owner], list(spec.parameters)) for spec in self.residents]
 
 
 def _repeated_modules(model: nn.Module, classes: set[str] | None) -> set[int]:

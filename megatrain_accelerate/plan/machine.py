@@ -241,11 +241,9 @@ def seconds_of_both(on_device: torch.Tensor, host: torch.Tensor) -> tuple[float,
 
 def step_arrays(kernels: HostKernels, elements: int) -> tuple[torch.Tensor, torch.Tensor, FloatMoments, torch.Tensor]:
     """What a step of the fused kernel is timed on: weights, residuals, moments and gradients, all zero."""
-    hi = torch.empty(elements, dtype=torch.bfloat16)
-    gradient = torch.empty(elements, dtype=torch.bfloat16)
-    residual = torch.empty(elements, dtype=torch.int16)
-    exp_avg, exp_avg_sq = torch.empty(elements), torch.empty(elements)
-    for tensor in (hi, gradient, residual, exp_avg, exp_avg_sq):
+    dtypes = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)
+    hi, residual, exp_avg, exp_avg_sq, gradient = arrays = [torch.empty(elements, dtype=dtype) for dtype in dtypes]
+    for tensor in arrays:
         kernels.zero(tensor)
     return hi, residual, FloatMoments(exp_avg, exp_avg_sq), gradient
 

@@ -183,6 +183,10 @@ class Model:
     def groups(self) -> list[UnitSizes]:
         return [*self.groups_before, *self.groups_after]
 
+    def on_device(self, placement: Placement) -> list[UnitSizes]:
+        """Units that live on the device."""
+        return [self.layers[i] for i in placement.on_device] + (self.groups if placement.groups_on_device else [])
+
     def stepped_on_device(self, placement: Placement) -> list[UnitSizes]:
         """Units that live on the host and are stepped on the device."""
         layers = [self.layers[i] for i in placement.states_on_device]
@@ -208,8 +212,7 @@ class Model:
 
     def moved_bytes(self, placement: Placement) -> int:
         """Host memory that units give up which the placement moves to the device; of several ranks, what each gets of it."""
-        moved = [*(self.layers[i] for i in placement.on_device), *(self.groups if placement.groups_on_device else ())]
-        return sum(unit.host_bytes for unit in moved) // self.ranks
+        return sum(unit.host_bytes for unit in self.on_device(placement)) // self.ranks
 
 
 def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
@@ -217,12 +220,10 @@ def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
     outline, sent = outline.at(*placement.budgets), []
     for event in outline.forward_calls:
         profile = outline.profiles[event.kind]
-        if not placement.is_recomputed(event.layer):
-            sent.append(profile.offloaded_bytes * (event.layer in placement.offloaded))
-        else:
-            # Attention's results wait where the inputs do.
-            waiting = profile.input_bytes + profile.attention_bytes * (event.layer in placement.attention_kept)
-            sent.append(waiting * (event.layer in placement.inputs_offloaded))
+        # Attention's results wait where the inputs do.
+        waiting = profile.input_bytes + profile.attention_bytes * (event.layer in placement.attention_kept)
+        leaving = profile.offloaded_bytes * (event.layer in placement.offloaded)
+        sent.append(leaving + waiting * placement.offloads_inputs(event.layer))
     return sent
 
 

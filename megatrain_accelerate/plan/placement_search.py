@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from megatrain_accelerate.layers.policy import Placement
@@ -47,23 +47,6 @@ class Candidate:
         return other is None or self.time.seconds <= (1 - WORTH_IT) * other.time.seconds
 
 
-def _spread(count: int) -> list[int]:
-    """0 to ``count``, at most 13 of them."""
-    return sorted({round(i * count / 12) for i in range(13)})
-
-
-def _around(count: int, reach: int, most: int) -> range:
-    """Numbers from 0 to ``most`` that are off by up to ``reach``."""
-    return range(max(0, count - reach), min(most, count + reach) + 1)
-
-
-def _varied(at: Counts, **values: Iterable[int]) -> Iterator[Counts]:
-    """The counts with each combination of values; those named last vary fastest."""
-    for combination in itertools.product(*values.values()):
-        changes: dict[str, Any] = dict(zip(values, combination, strict=True))
-        yield dataclasses.replace(at, **changes)
-
-
 def _leaving_what_counts(placement: Placement) -> Placement:
     """The same placement without inputs of layers that aren't recomputed: these don't leave."""
     leaving = frozenset(filter(placement.is_recomputed, placement.inputs_offloaded))
@@ -98,24 +81,6 @@ class PlacementSearch:
         is_free = "kept" not in fixed and not fixed.get("offloaded")
         budgets = {budget.value for profile in outline.profiles.values() for budget in profile.budgets if is_free}
         self._budget_pairs = dict.fromkeys([*itertools.pairwise(sorted({*budgets, *_WHOLE})), _WHOLE])
-        some, count = _spread(self._count), self._count
-        variations = [
-            ({"inputs_offloaded"}, lambda at: _varied(at, inputs_offloaded=self._some_and_near(at.inputs_offloaded, 2))),
-            # Layers without tiles are compiled, and attention is part of their graph.
-            *([({"attention_kept"}, self._attention)] if outline.token_tile else []),
-            ({"on_device"}, lambda at: _varied(at, groups_on_device=[not at.groups_on_device])),
-            (
-                {"on_device"},
-                lambda at: _varied(at, groups_on_device=(at.groups_on_device, not at.groups_on_device), on_device=some),
-            ),
-            ({"on_device"}, lambda at: _varied(at, on_device=_around(at.on_device, 3, count), groups_on_device=(False, True))),
-            # Of one process a layer that lives there whole takes little more, and isn't fetched.
-            *([({"states_on_device"}, self._states)] if model.ranks > 1 else []),
-            ({"offloaded"}, self._offloaded),
-            ({"offloaded", "on_device"}, self._offloaded_for_layers),
-            *([({"offloaded", "states_on_device"}, self._offloaded_for_states)] if model.ranks > 1 else []),
-        ]
-        self._variations = [variation for varied, variation in variations if not varied & fixed.keys()]
 
     @property
     def something_fits(self) -> bool:
@@ -148,7 +113,7 @@ class PlacementSearch:
         best, found = first
         for _ in range(3):
             before = best
-            for variation in self._variations:
+            for variation in self._variations(budgets):
                 for counts in variation(best):
                     candidate = self._try(counts)
                     gain = INPUTS_WORTH_IT if counts.inputs_offloaded and not best.inputs_offloaded else WORTH_IT
@@ -162,8 +127,7 @@ class PlacementSearch:
         """The placement that takes the least, with as few inputs away as it must. One more may be too many for the host,
         one less for the device."""
         start = Counts(**self._fixed, budgets=budgets)
-        inputs = [start.inputs_offloaded] if "inputs_offloaded" in self._fixed else range(self._count + 1)
-        tried = ((counts, self._try(counts)) for counts in _varied(start, inputs_offloaded=inputs))
+        tried = ((counts, self._try(counts)) for counts in self._varied(start, inputs_offloaded=range(self._count + 1)))
         return next(((counts, found) for counts, found in tried if found is not None), None)
 
     def leanest(self) -> Candidate:
@@ -180,67 +144,73 @@ class PlacementSearch:
         """The same with as much on the device as there is room for: it takes load off the host and the link."""
 
         def first_as_good(filled: Iterable[Counts]) -> tuple[Counts, Candidate]:
+            seconds, kept = (1 + NO_SLOWER) * found.time.seconds, len(found.placement.kept)
             for counts in filled:
                 candidate = self._try(counts)
-                if (
-                    candidate is not None
-                    and candidate.time.seconds <= (1 + NO_SLOWER) * found.time.seconds
-                    and len(candidate.placement.kept) >= len(found.placement.kept)
-                ):
+                if candidate is not None and candidate.time.seconds <= seconds and len(candidate.placement.kept) >= kept:
                     return counts, candidate
             return at, found
 
-        if "states_on_device" not in self._fixed and self._model.ranks > 1:
-            at, found = first_as_good(_varied(at, states_on_device=range(self._count, at.states_on_device, -1)))
+        if self._model.ranks > 1:
+            at, found = first_as_good(self._varied(at, states_on_device=range(self._count, at.states_on_device, -1)))
+        layers = range(self._count, at.on_device, -1)
+        return first_as_good(self._varied(at, groups_on_device=[True], on_device=layers))[1]
+
+    def _varied(self, at: Counts, **values: Iterable[int]) -> Iterator[Counts]:
+        """The counts with each combination of values, but for those that are fixed; those named last vary fastest."""
+        fixed = {*self._fixed, "groups_on_device"} if "on_device" in self._fixed else self._fixed
+        free = {name: tried for name, tried in values.items() if name not in fixed}
+        for combination in itertools.product(*free.values()):
+            changes: dict[str, Any] = dict(zip(free, combination, strict=True))
+            yield dataclasses.replace(at, **changes)
+
+    def _variations(self, budgets: tuple[float, float]) -> Iterator[Callable[[Counts], Iterable[Counts]]]:
+        """What makes others of some counts. Of two kinds each may be worth nothing without the other: inputs, or whole layers,
+        that leave make room for what is kept of attention, for activations or for the states of many more layers."""
+        vary, both = self._varied, (False, True)
+        some = sorted({round(i * self._count / 12) for i in range(13)})  # from none to all
+
+        def near(count: int, reach: int, others: Iterable[int] = some) -> list[int]:
+            """Numbers of layers that are off by up to ``reach``, and the others."""
+            return sorted({*others, *range(max(0, count - reach), min(self._count, count + reach) + 1)})
+
+        yield lambda at: vary(at, inputs_offloaded=near(at.inputs_offloaded, 2))
+        # Layers without tiles are compiled, and attention is part of their graph.
+        if self._outline.token_tile and "attention_kept" not in self._fixed:
+            yield lambda at: vary(at, attention_kept=near(at.attention_kept, 2), inputs_offloaded=near(at.inputs_offloaded, 2))
+        yield lambda at: vary(at, groups_on_device=[not at.groups_on_device])
+        yield lambda at: vary(at, groups_on_device=(at.groups_on_device, not at.groups_on_device), on_device=some)
+        yield lambda at: vary(at, on_device=near(at.on_device, 3, ()), groups_on_device=both)
+        # Of one process a layer that lives there whole takes little more, and isn't fetched.
+        moves_states = self._model.ranks > 1 and "states_on_device" not in self._fixed
+        if moves_states:
+            yield lambda at: vary(
+                at, on_device={0, at.on_device}, groups_on_device=both, states_on_device=near(at.states_on_device, 3)
+            )
+        if "offloaded" in self._fixed or budgets != _WHOLE:
+            return
+        yield lambda at: vary(at, offloaded=near(at.offloaded, 3))
         if "on_device" not in self._fixed:
-            layers = range(self._count, at.on_device, -1)
-            at, found = first_as_good(_varied(at, groups_on_device=[True], on_device=layers))
-        return found
-
-    def _states(self, at: Counts) -> Iterable[Counts]:
-        states = sorted({*_spread(self._count), *_around(at.states_on_device, 3, self._count)})
-        if "on_device" in self._fixed:
-            return _varied(at, states_on_device=states)
-        # Whole layers that leave make room for the states of many more.
-        return _varied(at, on_device={0, at.on_device}, groups_on_device=(False, True), states_on_device=states)
-
-    def _some_and_near(self, count: int, reach: int) -> list[int]:
-        return sorted({*_spread(self._count), *_around(count, reach, self._count)})
-
-    def _attention(self, at: Counts) -> Iterable[Counts]:
-        # Inputs that leave make room for it: each of the two may be worth nothing without the other.
-        stays = "inputs_offloaded" in self._fixed
-        away = [at.inputs_offloaded] if stays else self._some_and_near(at.inputs_offloaded, 2)
-        return _varied(at, attention_kept=self._some_and_near(at.attention_kept, 2), inputs_offloaded=away)
-
-    def _offloaded(self, at: Counts) -> Iterable[Counts]:
-        return _varied(at, offloaded=self._some_and_near(at.offloaded, 3) if at.budgets == _WHOLE else ())
-
-    def _offloaded_for_layers(self, at: Counts) -> Iterable[Counts]:
-        # Activations that leave make room for layers, layers that leave for activations: one may be worth nothing by itself.
-        for offloading in self._offloaded(at):
-            for counts in _varied(offloading, on_device=_spread(self._count)[:_FEW_ON_DEVICE]):
-                yield from _varied(counts, groups_on_device={at.groups_on_device, counts.on_device > 0})
-
-    def _offloaded_for_states(self, at: Counts) -> Iterable[Counts]:
-        # The same of states, with which weights cross the link less, too.
-        layers = {at.on_device} if "on_device" in self._fixed else {0, at.on_device}
-        for offloading in self._offloaded(at):
-            yield from _varied(offloading, on_device=layers, states_on_device=_spread(self._count)[::2])
+            few = some[:_FEW_ON_DEVICE]
+            yield lambda at: (
+                counts
+                for counts in vary(at, offloaded=near(at.offloaded, 3), on_device=few, groups_on_device=both)
+                if counts.groups_on_device in (at.groups_on_device, counts.on_device > 0)
+            )
+        if moves_states:
+            yield lambda at: vary(at, offloaded=near(at.offloaded, 3), on_device={0, at.on_device}, states_on_device=some[::2])
 
     def _evaluate(self, counts: Counts) -> Candidate | None:
         """The candidate with as many kept layers as fit; None if it doesn't fit with any."""
+        count = self._count
 
         def placement(kept: int) -> Placement:
-            return dataclasses.replace(counts, kept=kept).placement(self._count)
-
-        def fits_without(others: int) -> bool:
-            return self._peak_bytes(placement(self._count - others)) <= self._budget
+            return dataclasses.replace(counts, kept=kept).placement(count)
 
         kept = self._fixed.get("kept")
         if kept is None:
             # If some number fits, so do smaller ones: the fewest that aren't kept.
-            kept = self._count - bisect.bisect_left(range(self._count + 1), True, key=fits_without)
+            kept = count - bisect.bisect_left(range(count + 1), True, key=lambda others: self.fits(placement(count - others)))
         chosen = placement(max(0, kept))
         taken_bytes = self._peak_bytes(chosen)
         return self._candidate(chosen, taken_bytes) if taken_bytes <= self._budget and self._has_host_room(chosen) else None

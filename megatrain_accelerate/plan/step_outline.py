@@ -108,9 +108,7 @@ class _EmptyLayer(torch.autograd.Function):
 class _Outliner:
     """Runs in the place of the layers and notes the events."""
 
-    def __init__(
-        self, live: LiveBytes, runtime: StreamingRuntime, device: torch.device, reckoning: Reckoning | None = None
-    ) -> None:
+    def __init__(self, live: LiveBytes, runtime: StreamingRuntime, device: torch.device, reckoning: Reckoning | None) -> None:
         self.events: list[Event] = []
         self.profiles: dict[Hashable, LayerProfile] = {}
         self._live = live

@@ -38,33 +38,21 @@ class Resource:
         self.free_at = 0.0
         self.busy = 0.0
         """Seconds at work so far."""
+        self.spans: list[tuple[float, float]] = []
+        """When it was at work; what follows at once is one span."""
 
     def work(self, seconds: float, not_before: float = 0.0) -> float:
         """Queues work; returns when it is over."""
-        self.free_at = max(self.free_at, not_before) + seconds
+        start = max(self.free_at, not_before)
+        self.free_at = start + seconds
         self.busy += seconds
+        if self.spans and self.spans[-1][1] == start:
+            start = self.spans.pop()[0]
+        self.spans.append((start, self.free_at))
         return self.free_at
 
 
-class HostOptimizer(Resource):
-    def __init__(self) -> None:
-        super().__init__()
-        self._spans: list[tuple[float, float]] = []
-
-    def work(self, seconds: float, not_before: float = 0.0) -> float:
-        start = max(self.free_at, not_before)
-        end = super().work(seconds, not_before)
-        if self._spans and self._spans[-1][1] == start:
-            start = self._spans.pop()[0]
-        self._spans.append((start, end))
-        return end
-
-    def end_beside(self, start: float, seconds: float, share: float) -> float:
-        """When something is over that takes ``seconds`` alone, and goes at a share of that speed beside the optimizer."""
-        return _end_beside(self._spans, start, seconds, share)
-
-
-def _end_beside(spans: list[tuple[float, float]], start: float, seconds: float, share: float) -> float:
+def end_beside(spans: list[tuple[float, float]], start: float, seconds: float, share: float) -> float:
     """When something is over that takes ``seconds`` alone, and goes at a share of that speed in these spans."""
     now, left = start, seconds
     for begin, end in spans[max(0, bisect.bisect(spans, (start,)) - 1) :]:
@@ -85,35 +73,29 @@ def _end_beside(spans: list[tuple[float, float]], start: float, seconds: float, 
 class Link(Resource):
     """One direction of the link: its speed, and what share of that is left while the optimizer works."""
 
-    def __init__(self, bytes_per_second: float, share: float, optimizer: HostOptimizer) -> None:
+    def __init__(self, bytes_per_second: float, share: float, optimizer: Resource) -> None:
         super().__init__()
         self._bytes_per_second, self._share, self._optimizer = bytes_per_second, share, optimizer
-        self._taken: list[tuple[float, float]] = []
-        """Spans of the copies of steps on the device."""
-
-    def _end(self, size_bytes: int, start: float) -> float:
-        return self._optimizer.end_beside(start, size_bytes / self._bytes_per_second, self._share)
+        self._of_steps = Resource()
+        """Copies of steps on the device."""
 
     def copy_between(self, size_bytes: int, start: float) -> float:
         """A copy that finds its place between queued ones: it takes the link's time, and waits for none."""
-        end = self._end(size_bytes, start)
+        end = end_beside(self._optimizer.spans, start, size_bytes / self._bytes_per_second, self._share)
         self.busy += end - start
         return end
 
     def copy_of_step(self, size_bytes: int, not_before: float) -> float:
         """A copy of a step on the device, beside such a copy the other way, and behind those of steps before it."""
         seconds = size_bytes / (self._bytes_per_second * self._share)
-        start = max(not_before, self._taken[-1][1] if self._taken else 0.0)
-        self._taken.append((start, start + seconds))
         self.busy += seconds
-        return start + seconds
+        return self._of_steps.work(seconds, not_before)
 
     def copy(self, size_bytes: int, not_before: float = 0.0, steps_first: bool = False) -> float:
         """Queues a copy; returns when it is over. With ``steps_first`` it goes when no copy of a step does."""
         start = max(self.free_at, not_before)
-        seconds = self._end(size_bytes, start) - start
-        self.free_at = _end_beside(self._taken, start, seconds, 0.0) if steps_first else start + seconds
-        self.busy += seconds
+        end = self.copy_between(size_bytes, start)
+        self.free_at = end_beside(self._of_steps.spans, start, end - start, 0.0) if steps_first else end
         return self.free_at
 
 
@@ -188,10 +170,9 @@ class _Pipeline:
         self.outside_seconds = [event.costs.seconds(machine) for event in events]
         """Before each event."""
         if measured is not None:
-            until_backward = [*[0.0] * (self.last_forward + 1), measured]
-            self.outside_seconds[: len(until_backward)] = until_backward
+            self.outside_seconds[: self.last_forward + 2] = [*[0.0] * (self.last_forward + 1), measured]
         self.sent = sent_bytes(outline, placement)
-        self.compute, self.host, self.network = Resource(), HostOptimizer(), Resource()
+        self.compute, self.host, self.network = Resource(), Resource(), Resource()
         self.h2d = Link(machine.h2d_bytes, machine.h2d_share_in_step, self.host)
         self.d2h = Link(machine.d2h_bytes, machine.d2h_share_in_step, self.host)
         self.applied: dict[Hashable, float] = collections.defaultdict(float)
@@ -208,11 +189,9 @@ class _Pipeline:
         """What is left of the host step's speed, by how much of its time activations leave."""
         model, placement, machine = self.model, self.placement, self.machine
         leaving_seconds = sum(self.sent) / (machine.d2h_bytes * machine.d2h_share_in_step)
-        elsewhere = placement.on_device | placement.states_on_device
-        stepped = [unit for layer, unit in enumerate(model.layers) if layer not in elsewhere]
-        stepped += [part for parts in model.parts.values() for part in parts]
-        stepped += [] if placement.groups_on_device or placement.states_on_device else model.groups
-        seconds = sum(unit.step_traffic for unit in stepped) / model.ranks / machine.host_step_traffic
+        traffic = sum(unit.step_traffic for units in (model.layers, *model.parts.values(), model.groups) for unit in units)
+        elsewhere = [*model.on_device(placement), *model.stepped_on_device(placement)]
+        seconds = (traffic - sum(unit.step_traffic for unit in elsewhere)) / model.ranks / machine.host_step_traffic
         return 1 - min(1.0, leaving_seconds / seconds if seconds else 0.0) * (1 - machine.step_share_beside_copies)
 
     def _weights_at(self, layer: int) -> float:
@@ -349,10 +328,6 @@ class _Pipeline:
         """Called when every gradient is on the host: what ``optimizer.step()`` does."""
         model, placement = self.model, self.placement
         now = self.compute.work(0.0, self.d2h.free_at)
-        stepped_on_device = [
-            *(model.layers[i] for i in placement.on_device),
-            *(model.groups if placement.groups_on_device else ()),
-        ]
         self.before_at = self._step_and_push(model.groups_before, now)
         for layer, unit in enumerate(model.layers if not model.steps_in_backward else ()):
             if layer not in placement.on_device:
@@ -363,7 +338,7 @@ class _Pipeline:
         self.slots.forget()
         self.part_slots.forget()
         self.compute.work(0.0, self.compute.free_at + self.machine.step_overhead)
-        stepped_bytes = sum(unit.step_traffic + _NORM_BYTES * unit.parameters for unit in stepped_on_device)
+        stepped_bytes = sum(unit.step_traffic + _NORM_BYTES * unit.parameters for unit in model.on_device(placement))
         self.compute.work(stepped_bytes / self.machine.device_bytes)
 
     def _step_and_push(self, units: Sequence[UnitSizes], now: float) -> float:
@@ -427,7 +402,6 @@ def simulate_step(outline: StepOutline, model: Model, placement: Placement, mach
     """The duration of a step in the steady state, and how long each resource is at work in it."""
     pipeline = _Pipeline(outline, model, placement, machine)
     resources = (pipeline.compute, pipeline.h2d, pipeline.d2h, pipeline.host, pipeline.network)
-    start, busy = 0.0, [0.0] * len(resources)
     for _ in range(3):
         start, busy = pipeline.compute.free_at, [resource.busy for resource in resources]
         for micro_batch in range(model.micro_batches):

@@ -44,13 +44,14 @@ def place_both(
     usual = None if "kept" in fixed else step_at(share)
     if usual is None or (best := search_for(usual, fixed).best()) is None:
         return None
-    found = _largest_beside(best, largest, search_for, fixed)
-    if found is None:
+    if (found := _largest_beside(best, largest, search_for, fixed)) is None:
         return None
     most, there = found
     moves = any(getattr(most.placement, name) != getattr(best.placement, name) for name in ("on_device", "states_on_device"))
     if moves and (best := search_for(usual, there).best()) is None:
         return None
+    fewer_kept = len(best.placement.kept) - len(most.placement.kept)
+    differ_in_kept = dataclasses.replace(most.placement, kept=best.placement.kept) == best.placement and fewer_kept >= 0
     both = dataclasses.replace(
         plan,
         placement=most.placement,
@@ -59,9 +60,9 @@ def place_both(
         usual_share=share,
         usual_placement=best.placement,
         usual_bytes=best.peak_bytes,
-        is_linear=_keeps_in_proportion(share, usual, largest) and _differs_in_kept(best, most),
+        is_linear=differ_in_kept and _keeps_in_proportion(share, usual, largest),
     )
-    if both.is_linear and len(most.placement.kept) < len(best.placement.kept):
+    if both.is_linear and fewer_kept:
         # What else a batch takes may grow more slowly than its tokens (the loss takes tiles): one between the two tells.
         between = share**0.5
         step = step_at(between)
@@ -76,9 +77,8 @@ def _largest_beside(
     """The largest batch's placement with as many layers, and states of others, on the device as there are with ``best``, or as
     many as fit unless that is fixed, and the counts that it was found with."""
     layers, states = len(best.placement.on_device), len(best.placement.states_on_device)
-    fewer = [(layers, states), *((layers, count) for count in range(states - 1, -1, -1))]
-    fewer += [(count, 0) for count in range(layers - 1, -1, -1)]
-    for on_device, stepped in fewer:
+    fewer_states = [(layers, count) for count in range(states, -1, -1)]
+    for on_device, stepped in fewer_states + [(count, 0) for count in range(layers - 1, -1, -1)]:
         there = {
             "groups_on_device": best.placement.groups_on_device,
             "on_device": on_device,
@@ -91,11 +91,6 @@ def _largest_beside(
             found = search.best_with(best.placement.budgets) or search.best()
             return None if found is None else (found, there)
     return None
-
-
-def _differs_in_kept(best: Candidate, most: Candidate) -> bool:
-    same = dataclasses.replace(most.placement, kept=best.placement.kept) == best.placement
-    return same and len(most.placement.kept) <= len(best.placement.kept)
 
 
 def _keeps_in_proportion(share: float, usual: StepOutline, largest: StepOutline) -> bool:
