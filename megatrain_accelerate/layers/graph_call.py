@@ -150,10 +150,9 @@ class GraphCall:
         keeps_results = is_recomputed and not policy.offloads_inputs(layer.index)
         self._expert_results = ExpertResults(keeps_results, is_last=self.piece == 0) if layer.experts else None
         budget = policy.budgets[0 if is_recomputed else 1]
-        if is_recomputed:
-            captures = self._captures
-            if captures is None or not calls.compiled.recomputes(layer, captures, budget, self.row):
-                return self._run_to_recompute(weights, args, kwargs)
+        captures = self._captures
+        if is_recomputed and (captures is None or not calls.compiled.recomputes(layer, captures, budget, self.row)):
+            return self._run_to_recompute(weights, args, kwargs)
         offloaded = None
         if layer.index in policy.offloaded:
             inputs, _ = taken_apart((args, kwargs))
@@ -417,14 +416,12 @@ class GraphCalls:
 
     def run(self, layer: StreamedLayer, tape: Tape, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a layer, whole or in pieces, so that its graph can be differentiated."""
-        inputs: list[torch.Tensor] = []
         inputs_leave = self.policy.offloads_inputs(layer.index)
         split = BatchSplit.of_call(layer, args, kwargs, self.batch_cut)
         row, count = None, split.count
         if count == 1 and self.real is not None:
             row, args, kwargs = layer.unpadded.in_a_row(self.real, args, kwargs)
-        if self.batch_cut.size is not None or inputs_leave:
-            inputs, _ = taken_apart((args, kwargs))
+        inputs = taken_apart((args, kwargs))[0] if count > 1 or inputs_leave else []
         calls = [GraphCall(self, layer, tape, position, piece, count) for piece in range(count)]
         self._alive.update(calls)
         calls[0].row = row
