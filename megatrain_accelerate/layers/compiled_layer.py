@@ -23,7 +23,7 @@ import logging
 import operator
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -213,19 +213,17 @@ class CompiledLayers:
     def run(
         self,
         layer: StreamedLayer,
-        captures: Captures,
+        captures: Captures | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         memory_budget: float,
         row: RealTokens | None = None,
     ) -> Any:
-        """Runs the layer's forward with the weights that are bound to it: compiled, or its own code if that fails.
-
-        Called with gradients enabled, for a layer that :meth:`wants` approved, with the captures that it gave. The memory
-        budget is less than 1.0 for a layer that :meth:`recomputes` with it. The arguments are batches, or the tokens of
-        ``row``. Raises what the layer's own code raises.
-        """
-        kind = self._kind_of(layer, captures, memory_budget, row)
+        """Runs the layer's forward with the weights that are bound to it: compiled, or its own code if that fails, or without
+        ``captures``, which :meth:`wants` gave. Called with gradients enabled. The memory budget is less than 1.0 for a layer
+        that :meth:`recomputes` with it. The arguments are batches, or the tokens of ``row``. Raises what the layer's own code
+        raises."""
+        kind = None if captures is None else self._kind_of(layer, captures, memory_budget, row)
         if kind is None or has_mappings(args, kwargs):
             return layer.run(args, kwargs, row)
         samples = () if row is None else (row.begins, row.span)
@@ -233,7 +231,11 @@ class CompiledLayers:
             # Those that the layer's code ties to its weights are fixed again; a size of 1 or 0 always is.
             torch._dynamo.maybe_mark_dynamic(tensor, [index for index, size in enumerate(tensor.shape) if size > 1])
         try:
-            with _run_settings():
+            limit = replaced(torch._dynamo.config, "recompile_limit", RECOMPILE_LIMIT)
+            # Autocast's cache is guarded by dynamo, and off in a recompute.
+            with limit, without_autocast_cache(), warnings.catch_warnings():
+                # Dynamo asks inputs for their gradients, and hidden states of a layer in autograd's graph aren't leaves.
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
                 output, recorded, _ = kind.function(layer.module, args, kwargs, samples)
             output_recorder.enter([(channel, value) for channel, values in recorded.items() for value in values])
             return output
@@ -452,16 +454,6 @@ def _missing_in_torch() -> str | None:
     if not hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
         return f"torch {torch.__version__} can't compile a layer's backward together with its forward; a newer one can"
     return None
-
-
-@contextlib.contextmanager
-def _run_settings() -> Iterator[None]:
-    """Settings of torch that hold while a compiled layer runs, and nowhere else."""
-    limit = replaced(torch._dynamo.config, "recompile_limit", RECOMPILE_LIMIT)
-    with limit, without_autocast_cache(), warnings.catch_warnings():  # the cache is guarded by dynamo, and off in recompute
-        # Dynamo asks inputs for their gradients, and hidden states of a layer in autograd's graph aren't leaves.
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
-        yield
 
 
 class without_autocast_cache:

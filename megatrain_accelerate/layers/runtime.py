@@ -20,6 +20,7 @@ from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
 from megatrain_accelerate.gradients.offload import GradientOffloader, UnitStepper
 from megatrain_accelerate.gradients.outside import OutsideGradients
 from megatrain_accelerate.hooks import replaced, weakly
+from megatrain_accelerate.kernels.device import device_kernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.layers.caches import without_caches
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers, without_autocast_cache
@@ -29,7 +30,7 @@ from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.micro_batches import BatchCut
 from megatrain_accelerate.layers.nested_tensors import taken_apart
 from megatrain_accelerate.layers.passes import Passes
-from megatrain_accelerate.layers.resident import Part, ResidentGroup, relocate
+from megatrain_accelerate.layers.resident import Part, ResidentGroup
 from megatrain_accelerate.layers.shared_mappings import has_mappings, with_copies
 from megatrain_accelerate.layers.states_on_device import StatesOnDevice
 from megatrain_accelerate.layers.token_tiles import TokenTiles
@@ -302,13 +303,9 @@ class StreamingRuntime:
         self._refresh(layer)
         self.passes.wait_for_head(layer)
         row, args, kwargs = layer.unpadded.in_a_row(self.calls.real, args, kwargs)
-        captures = self.compiled.wants(layer, row)
+        captures, budget = self.compiled.wants(layer, row), self.calls.policy.budgets[1]
         with named_range(f"megatrain::forward ({layer.name})"), without_autocast_cache():
-            if captures is None:
-                output = layer.run(args, kwargs, row)
-            else:
-                output = self.compiled.run(layer, captures, args, kwargs, self.calls.policy.budgets[1], row)
-            output = batch_of(row, output)
+            output = batch_of(row, self.compiled.run(layer, captures, args, kwargs, budget, row))
         # The graph holds the hook, and with it ``open_forward``.
         begins = functools.partial(weakly(self.passes.backward_begins), open_forward)
         for tensor in taken_apart(output)[0]:
@@ -409,11 +406,34 @@ class StreamingRuntime:
             if changes:  # of a unit that comes whole other ranks have states, too
                 self.states_on_device.bring(of_all=any(comes and not part.unit.is_on_device for part, comes in targets))
                 self.states_on_device.place([])
-            relocate(targets, self.prefetcher, self.streams.device, self.kernels, self._moved)
+            self._relocate(targets)
             if self.offloader.takes_gradients:
                 self.offloader.allocate_slots(self.gradients_leave)
             if changes:
                 self.states_on_device.place(shares)
+
+    def _relocate(self, targets: Sequence[tuple[Part, bool]]) -> None:
+        """Moves units between the host and the device: of each layer and resident group ``targets`` says whether it is to live
+        on the device. A torch.OutOfMemoryError or HostMemoryError where a unit finds no room: those before it have moved."""
+        leaving = [part for part, stays in targets if part.unit.is_on_device and not stays]
+        arriving = [part for part, comes in targets if comes and not part.unit.is_on_device]
+        device = self.streams.device
+        kernels = device_kernels(device, self.kernels) if arriving else self.kernels
+        # Slots of single layers hold memory of units that leave.
+        self.prefetcher.drop_own_slots()
+        try:
+            # First what leaves, so that there is room for what comes.
+            for parts, *where in ((leaving, None, self.kernels), (arriving, device, kernels)):
+                for part in parts:
+                    part.unit.move(*where)
+                    if isinstance(part, ResidentGroup):
+                        part.show_device_weights()
+                    for state in part.unit.states:
+                        state.normed = None
+                    self.outside.moved(part.unit)
+                torch.cuda.empty_cache()  # of blocks whose sizes are others'
+        finally:
+            self.prefetcher.note_moves()
 
     def bring_states(self) -> None:
         """Weights, residuals and moments on the host are those of the last step, see :meth:`StatesOnDevice.bring`, or what
@@ -421,11 +441,6 @@ class StreamingRuntime:
         self.drain()
         self.refresh_if_written()
         self.states_on_device.bring()
-
-    def _moved(self, unit: HostUnit) -> None:
-        for state in unit.states:
-            state.normed = None
-        self.outside.moved(unit)
 
     # ------------------------------------------------------------------ gradients as a whole
 
