@@ -17,7 +17,7 @@ from torch import nn
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.layers.ambient_state import WrittenBuffers
 from megatrain_accelerate.layers.padding import RealTokens
-from megatrain_accelerate.layers.shared_mappings import run_with_mappings
+from megatrain_accelerate.layers.shared_mappings import has_mappings, run_with_mappings
 from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.layers.unpadded_layer import SampleAttention, UnpaddedLayer
 from megatrain_accelerate.layers.watched_parameters import unwatched
@@ -92,13 +92,10 @@ class StreamedLayer:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], row: RealTokens | None = None) -> Any:
         """Calls the layer's own forward with the weights that are bound to it; see :func:`run_with_mappings`. The arguments
         are batches, or the tokens of ``row``."""
-        if row is not None:
-            with self.tiles.at_work(args, kwargs), SampleAttention(row):
-                return self.forward(*args, **kwargs)
-        if self.tiles.tile_tokens:
-            with self.tiles.at_work(args, kwargs):
-                return run_with_mappings(self.forward, args, kwargs)
-        return run_with_mappings(self.forward, args, kwargs)
+        if row is None and not (self.tiles.tile_tokens or has_mappings(args, kwargs)):
+            return self.forward(*args, **kwargs)  # asked first: most calls of a layer end here
+        with self.tiles.at_work(args, kwargs), contextlib.nullcontext() if row is None else SampleAttention(row):
+            return run_with_mappings(self.forward, args, kwargs)
 
     def show_host_weights(self) -> None:
         """The parameters' data are the store's weights from now on."""

@@ -33,7 +33,7 @@ AUTO_TILE_TOKENS = 8192
 several billion parameters take a few hundred MiB."""
 
 verdicts: dict[Hashable, str | None] = {}
-"""Why modules run whole, or None; of all engines of the process, by kind of module."""
+"""What trials of modules gave, of all engines of the process, by kind of module and of call; see :func:`reason_against`."""
 
 _PLAIN = (bool, int, float, str, types.NoneType, types.EllipsisType)
 """Arguments that have no tokens; the last stands for a tensor."""
@@ -167,26 +167,15 @@ class TokenTiles:
         if shape is None or shape[0] * shape[1] <= self.tile_tokens:
             return forward(*args, **kwargs)
         call = PartCall(part, forward, args, kwargs)
-        dim = call.token_dim(shape)
-        if dim is None or self._reason_against(call, dim) is not None:
+        dim, reason = call.token_dim(shape), None
+        if dim is not None:
+            # The kind anew each time: a rate of dropout may have been set since.
+            reason = reason_against(part, part.modules(), call.kind(dim), functools.partial(examine, call, dim))
+            self.found[self._parts[part]] = reason
+        if dim is None or reason is not None:
             return forward(*args, **kwargs)
         call.dim, call.length = dim, max(1, self.tile_tokens // (shape[0] if dim else 1))
         return _TiledFunction.apply(call, *call.tensors, *(table[name] for table, name in call.places))
-
-    def _reason_against(self, call: PartCall, dim: int) -> str | None:
-        part, reason = call.part, None
-        if has_hooks_inside(part):  # who watches modules within it should see whole tensors, and each once
-            reason = "hooks are registered inside it"
-        elif any(is_proxy(child) for child in part.modules()):
-            # A trial of theirs would be taken for a call of the layer's, whose result its recompute asks for.
-            reason = "its experts stream in parts"
-        else:
-            kind = call.kind(dim)  # anew each time: a rate of dropout may have been set since
-            if kind not in verdicts:
-                verdicts[kind] = examine(call, dim)
-            reason = verdicts[kind]
-        self.found[self._parts[part]] = reason
-        return reason
 
 
 def code_of(module: nn.Module) -> Hashable:
@@ -330,6 +319,21 @@ def examine(call: PartCall, dim: int) -> str | None:
     if any(True for _ in call.part.buffers()):  # statistics, say
         return "it has buffers"
     return tried_out(call.part, call.tensors[0].device, functools.partial(_examine, call, dim))
+
+
+def reason_against(
+    module: nn.Module, parts: Iterable[nn.Module], kind: Hashable, trial: Callable[[], str | None]
+) -> str | None:
+    """Why a module, with these ``parts``, has to run on whole batches as its author wrote it; None if it needn't. The
+    ``trial`` is for all of its ``kind``."""
+    if has_hooks_inside(module):  # who watches modules within it should see whole tensors, and each once
+        return "hooks are registered inside it"
+    if any(map(is_proxy, parts)):
+        # A trial of theirs would be taken for a call of the layer's, whose result its recompute asks for.
+        return "its experts stream in parts"
+    if kind not in verdicts:
+        verdicts[kind] = trial()
+    return verdicts[kind]
 
 
 def tried_out(module: nn.Module, device: torch.device, trial: Callable[[torch.device], str | None]) -> str | None:

@@ -28,9 +28,8 @@ from megatrain_accelerate.hooks import has_hooks_inside
 from megatrain_accelerate.layers.ambient_state import RandomState
 from megatrain_accelerate.layers.nested_tensors import map_tensors, taken_apart
 from megatrain_accelerate.layers.padding import RealTokens
-from megatrain_accelerate.layers.proxy import is_proxy
 from megatrain_accelerate.layers.saved_tensors import innermost_hooks
-from megatrain_accelerate.layers.token_tiles import code_of, is_plain, tried_out
+from megatrain_accelerate.layers.token_tiles import code_of, is_plain, reason_against, tried_out
 
 _LENGTHS = (3, 5)
 """Tokens of the samples of a trial."""
@@ -42,9 +41,6 @@ _LARGEST_HEAD = 256
 
 _REMEDY = "; pad on the left (tokenizer.padding_side = 'left') to have padding computed"
 """For a layer whose attention is another one than when it was tried out."""
-
-verdicts: dict[Hashable, str | None] = {}
-"""For each kind of layer and call, why it computes padding; None if it doesn't. All engines of the process share it."""
 
 
 class _Role(enum.Enum):
@@ -71,7 +67,7 @@ class UnpaddedLayer:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._forward = module, module.forward
         self._found: dict[Hashable, str | None] = {}
-        """The same for this layer, by what may change of it or its call from one step to the next."""
+        """Why the layer computes padding, or None, by what may change of it or its call from one step to the next."""
 
     def in_a_row(
         self, real: RealTokens | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -108,20 +104,15 @@ class UnpaddedLayer:
         return all(map(real.hides_padding_alone, masks))
 
     def _reason_against(self, key: Hashable, rest: Any, call: _Call) -> str | None:
-        if has_hooks_inside(self._module):  # who watches modules within it should see a batch
-            return "hooks are registered inside it"
         children = [child for child in self._module.modules() if child is not self._module]
         # Llama 4 scales queries by the place in the row, from some thousands of tokens on.
         if any(getattr(at, "attn_temperature_tuning", False) and not getattr(at, "use_rope", False) for at in children):
             return "it counts tokens by itself"
-        if any(map(is_proxy, children)):
-            return "its experts stream in parts"  # a trial of theirs would be taken for a call of the layer's
         shapes = tuple((tensor.shape[2:], tensor.dtype, tensor.device.type) for tensor in call.tensors)
         kind = (key, code_of(self._module), shapes, repr(rest))
-        if kind not in verdicts:
-            trial = functools.partial(_examine, call, self._forward)
-            verdicts[kind] = tried_out(self._module, call.tensors[0].device, trial)
-        return verdicts[kind]
+        trial = functools.partial(_examine, call, self._forward)
+        tried = functools.partial(tried_out, self._module, call.tensors[0].device, trial)
+        return reason_against(self._module, children, kind, tried)
 
 
 def _role(tensor: torch.Tensor, real: RealTokens) -> _Role | None:
