@@ -37,7 +37,7 @@ from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.attention_results import drop_rate
 from megatrain_accelerate.layers.layer import StreamedLayer
-from megatrain_accelerate.layers.nested_tensors import tensors_in
+from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, tensors_in
 from megatrain_accelerate.layers.output_recorder import Captures
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.proxy import warn_once
@@ -120,9 +120,7 @@ class _Kind:
 
         collector = output_recorder.collector()
 
-        def run_layer(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], samples: tuple[torch.Tensor, ...]
-        ) -> Any:
+        def run_layer(module: nn.Module, args: Args, kwargs: Kwargs, samples: tuple[torch.Tensor, ...]) -> Any:
             recorded: dict[str, list[Any]] = {channel: [] for channel in channels}
             row = _samples_of_a_row(*samples) if samples else None
             if collector is None:
@@ -214,10 +212,10 @@ class CompiledLayers:
         self,
         layer: StreamedLayer,
         captures: Captures | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         memory_budget: float,
-        row: RealTokens | None = None,
+        row: RealTokens | None,
     ) -> Any:
         """Runs the layer's forward with the weights that are bound to it: compiled, or its own code if that fails, or without
         ``captures``, which :meth:`wants` gave. Called with gradients enabled. The memory budget is less than 1.0 for a layer

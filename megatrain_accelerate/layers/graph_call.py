@@ -25,13 +25,13 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.gradients.call_gradients import Backward, GradientSums
 from megatrain_accelerate.gradients.offload import GradientOffloader
 from megatrain_accelerate.layers import output_recorder
-from megatrain_accelerate.layers.ambient_state import BufferValues, buffers_as_before, surroundings_again
+from megatrain_accelerate.layers.ambient_state import BufferValues, put_in, surroundings_again
 from megatrain_accelerate.layers.attention_results import AttentionResults
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers, without_autocast_cache
 from megatrain_accelerate.layers.expert_function import ExpertResults
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.micro_batches import BatchCut, BatchSplit
-from megatrain_accelerate.layers.nested_tensors import map_tensors, taken_apart
+from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, map_tensors, taken_apart
 from megatrain_accelerate.layers.output_recorder import Captures
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.passes import Passes
@@ -85,7 +85,7 @@ class GraphCall:
 
     # ------------------------------------------------------------------ forward
 
-    def run(self, slot: WeightSlot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, slot: WeightSlot, args: Args, kwargs: Kwargs) -> Any:
         """Runs the layer with the weights in ``slot`` as this call's leaves."""
         calls, layer = self.calls, self.layer
         self.running_slot = slot
@@ -142,7 +142,7 @@ class GraphCall:
         pairs = zip(views, self._trained, strict=True)
         return [view.data.requires_grad_() if is_trained else view.data for view, is_trained in pairs]
 
-    def _run_by_policy(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_by_policy(self, weights: list[torch.Tensor], args: Args, kwargs: Kwargs) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
         calls.activations.run_begins()
         is_recomputed = policy.is_recomputed(layer.index)
@@ -163,9 +163,7 @@ class GraphCall:
             calls.activations.send(offloaded, self.tape, self.position, self.piece)
         return output
 
-    def _run_layer(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool = False, memory_budget: float = 1.0
-    ) -> Any:
+    def _run_layer(self, args: Args, kwargs: Kwargs, is_recompute: bool = False, memory_budget: float = 1.0) -> Any:
         layer, results = self.layer, self._expert_results
         if self._captures is not None:
             return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget, self.row)
@@ -174,7 +172,7 @@ class GraphCall:
         with contextlib.nullcontext() if results is None else results.at_work(layer, replays=is_recompute):
             return layer.run(args, kwargs, self.row)
 
-    def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_to_recompute(self, weights: list[torch.Tensor], args: Args, kwargs: Kwargs) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
         as_in_forward = surroundings_again(calls.device, layer.module)
         # A checkpoint is given the tensors one by one.
@@ -200,7 +198,8 @@ class GraphCall:
                 layer.bound(self._leaves_in(slot)),
                 as_in_forward(),
                 calls.saving(),
-                buffers_as_before(before),
+                # On copies of what forward began with.
+                put_in([(owner._buffers, name, value.clone()) for owner, name, value in before]),
                 named_range(f"megatrain::recompute ({layer.name})"),
                 contextlib.nullcontext() if attention is None else attention.replaying(),
                 output_recorder.apart(),
@@ -414,7 +413,7 @@ class GraphCalls:
 
     # ------------------------------------------------------------------ forward
 
-    def run(self, layer: StreamedLayer, tape: Tape, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, layer: StreamedLayer, tape: Tape, position: int, args: Args, kwargs: Kwargs) -> Any:
         """Runs a layer, whole or in pieces, so that its graph can be differentiated."""
         inputs_leave = self.policy.offloads_inputs(layer.index)
         split = BatchSplit.of_call(layer, args, kwargs, self.batch_cut)
@@ -441,9 +440,7 @@ class GraphCalls:
         finally:
             self.prefetcher.release(slot)
 
-    def _run_pieces(
-        self, calls: list[GraphCall], slot: WeightSlot, split: BatchSplit, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run_pieces(self, calls: list[GraphCall], slot: WeightSlot, split: BatchSplit, args: Args, kwargs: Kwargs) -> Any:
         """The output of a call in pieces, with what was recorded meanwhile joined too."""
         name = calls[0].layer.name
         pieces: list[list[torch.Tensor]] = []

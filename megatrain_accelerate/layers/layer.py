@@ -16,6 +16,7 @@ from torch import nn
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.layers.ambient_state import WrittenBuffers
+from megatrain_accelerate.layers.nested_tensors import Args, Kwargs
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.shared_mappings import has_mappings, run_with_mappings
 from megatrain_accelerate.layers.token_tiles import TokenTiles
@@ -89,7 +90,7 @@ class StreamedLayer:
         """Parameters of the layer, those of its experts among them."""
         return sum(part.unit.layout.parameter_count for part in (self, *self.experts))
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], row: RealTokens | None = None) -> Any:
+    def run(self, args: Args, kwargs: Kwargs, row: RealTokens | None = None) -> Any:
         """Calls the layer's own forward with the weights that are bound to it; see :func:`run_with_mappings`. The arguments
         are batches, or the tokens of ``row``."""
         if row is None and not (self.tiles.tile_tokens or has_mappings(args, kwargs)):

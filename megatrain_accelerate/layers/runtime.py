@@ -28,7 +28,7 @@ from megatrain_accelerate.layers.expert_function import ExpertStreams
 from megatrain_accelerate.layers.graph_call import GraphCalls
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.micro_batches import BatchCut
-from megatrain_accelerate.layers.nested_tensors import taken_apart
+from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, taken_apart
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.resident import Part, ResidentGroup
 from megatrain_accelerate.layers.shared_mappings import has_mappings, with_copies
@@ -68,7 +68,7 @@ def forwards_are_open() -> bool:
     return any(runtime.open_forwards for runtime in list(_running))
 
 
-LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
+LayerRunner = Callable[[StreamedLayer, Args, Kwargs], Any]
 
 
 class StreamingRuntime:
@@ -237,7 +237,7 @@ class StreamingRuntime:
                 return self._run_streamed(layer, args, kwargs)
         return self._run_streamed(layer, args, kwargs)
 
-    def _run_streamed(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_streamed(self, layer: StreamedLayer, args: Args, kwargs: Kwargs) -> Any:
         """Runs a layer without a graph."""
         tape, position = self.passes.order.record(layer.index)
         upcoming = tape.order.after_forward(tape, position, self.prefetcher.look_ahead, backward_follows=False)
@@ -293,9 +293,7 @@ class StreamingRuntime:
         """Whether a layer computes all of a batch at once, neither pieces nor tiles of it."""
         return self.batch_cut.size is None and not self.token_tile
 
-    def _run_plain(
-        self, layer: StreamedLayer, open_forward: OpenForward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run_plain(self, layer: StreamedLayer, open_forward: OpenForward, args: Args, kwargs: Kwargs) -> Any:
         """Runs a layer of a model that fits. Autograd saves its parameters themselves and accumulates their gradients."""
         if self.watch.is_on:
             self.watch.release(state.parameter for state in layer.unit.states)

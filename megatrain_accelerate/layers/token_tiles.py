@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from megatrain_accelerate.hooks import ModelHook, has_hooks_inside
 from megatrain_accelerate.layers.ambient_state import autocast_again, put_in, random_numbers_put_back
-from megatrain_accelerate.layers.nested_tensors import taken_apart, tensors_in
+from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, taken_apart, tensors_in
 from megatrain_accelerate.layers.proxy import is_proxy
 
 AUTO_TILE_TOKENS = 8192
@@ -121,7 +121,7 @@ class TokenTiles:
     def tiled_names(self) -> list[str]:
         return [name for name, reason in self.found.items() if reason is None]
 
-    def at_work(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    def at_work(self, args: Args, kwargs: Kwargs) -> contextlib.AbstractContextManager[None]:
         """A call of the layer with these arguments runs in the body."""
         if self.tile_tokens and (shape := tokens_of(args, kwargs)) is not None:
             return self._installed(functools.partial(self._run, shape))
@@ -192,7 +192,7 @@ def code_of(module: nn.Module) -> Hashable:
     return tuple(parts)
 
 
-def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+def tokens_of(args: Args, kwargs: Kwargs) -> tuple[int, int] | None:
     """(B, T) of a call's hidden states, its first floating tensor of three dimensions or more; None if it has none."""
     tensors = tensors_in((args, kwargs))
     return next(((t.shape[0], t.shape[1]) for t in tensors if t.is_floating_point() and t.dim() >= 3), None)
@@ -201,7 +201,7 @@ def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] 
 class PartCall:
     """One call of a part: its arguments taken apart, to be put together again for each tile."""
 
-    def __init__(self, part: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, part: nn.Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
         self._forward = forward
         self.tensors, self._put_together = taken_apart((args, kwargs))
         self.tensor_count = len(self.tensors)

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.hooks import has_hooks_inside
 from megatrain_accelerate.layers.ambient_state import RandomState
-from megatrain_accelerate.layers.nested_tensors import map_tensors, taken_apart
+from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, map_tensors, taken_apart
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.saved_tensors import innermost_hooks
 from megatrain_accelerate.layers.token_tiles import code_of, is_plain, reason_against, tried_out
@@ -69,9 +69,7 @@ class UnpaddedLayer:
         self._found: dict[Hashable, str | None] = {}
         """Why the layer computes padding, or None, by what may change of it or its call from one step to the next."""
 
-    def in_a_row(
-        self, real: RealTokens | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[RealTokens | None, tuple[Any, ...], dict[str, Any]]:
+    def in_a_row(self, real: RealTokens | None, args: Args, kwargs: Kwargs) -> tuple[RealTokens | None, Args, Kwargs]:
         """The real tokens, and the layer's arguments as one row of them; None, and they unchanged, where padding is
         computed."""
         if real is None or innermost_hooks() is not None:  # a checkpoint around it runs it again without the tokens
