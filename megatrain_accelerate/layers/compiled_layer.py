@@ -9,8 +9,6 @@ What backward computes again the compiler's partitioner decides: at a *memory bu
 at 0.0 the inputs alone, and between them it gives up first what costs little to compute again
 (``torch._functorch.config.activation_memory_budget``). Each budget has a graph of its own, which rounds in its own way. In
 backward other random numbers would be drawn: a graph that draws some saves everything, and a checkpoint runs the layer again.
-
-Where lengths vary (:attr:`CompiledLayers.sizes_vary`), one graph serves all sizes from the start; else each has the fastest.
 """
 
 from __future__ import annotations
@@ -279,8 +277,9 @@ class CompiledLayers:
         settings: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
         options: dict[str, Any] = {}
         if kind.sizes_vary:
-            _keep_attention_within_samples(graph)
-            _pad_keys(graph)
+            _keep_attention_within_samples(graph.graph)
+            _pad_keys(graph.graph)
+            graph.recompile()
         if self.backend != "inductor":
             kind.is_random = True
         else:
@@ -306,24 +305,23 @@ def _samples_of_a_row(begins: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
     return begins.clone()
 
 
-def _keep_attention_within_samples(graph: torch.fx.GraphModule) -> None:
+def _keep_attention_within_samples(graph: torch.fx.Graph) -> None:
     """In the graph of a layer on a row, attention sees the samples (:mod:`.unpadded_layer`)."""
-    for row in graph.graph.find_nodes(op="call_function", target=_samples_of_a_row):
+    for row in graph.find_nodes(op="call_function", target=_samples_of_a_row):
         begins, span = row.args
-        for node in graph.graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention):
+        for node in graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention):
             query, key, value, others = causal_attention(node.args, node.kwargs)
-            with graph.graph.inserting_before(node):
-                longest = graph.graph.call_method("size", (span, 0))
+            with graph.inserting_before(node):
+                longest = graph.call_method("size", (span, 0))
             node.target, node.args, node.kwargs = attend_within_samples, (query, key, value, begins, longest), others
-        graph.recompile()
 
 
-def _pad_keys(graph: torch.fx.GraphModule) -> None:
+def _pad_keys(graph: torch.fx.Graph) -> None:
     """Pads attention's keys, values and mask to the next multiple of :data:`_KEYS_ALIGNED` keys; nobody attends to those. Rows
     of the mask that aren't aligned are copied, by a graph of their own. Not with dropout, whose elements would be others."""
     names = ("query", "key", "value", "attn_mask", "dropout_p")
     pad = torch.nn.functional.pad
-    for node in graph.graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention):
+    for node in graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention):
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         mask = given.get("attn_mask")
         if len(node.args) > len(names) or not isinstance(mask, torch.fx.Node) or given.get("dropout_p"):
@@ -331,18 +329,17 @@ def _pad_keys(graph: torch.fx.GraphModule) -> None:
         example = mask.meta["example_value"]
         if example.dtype is not torch.bool or not isinstance(example.shape[-1], torch.SymInt):
             continue
-        with graph.graph.inserting_before(node):
-            length = graph.graph.call_method("size", (mask, -1))
+        with graph.inserting_before(node):
+            length = graph.call_method("size", (mask, -1))
             # At least one: where there may be none, graphs differ.
-            blocks = graph.graph.call_function(operator.floordiv, (length, _KEYS_ALIGNED))
-            whole = graph.graph.call_function(operator.mul, (blocks, _KEYS_ALIGNED))
-            rest = graph.graph.call_function(operator.sub, (length, whole))
-            more = graph.graph.call_function(operator.sub, (_KEYS_ALIGNED, rest))
-            given["attn_mask"] = graph.graph.call_function(pad, (mask, (0, more)))
+            blocks = graph.call_function(operator.floordiv, (length, _KEYS_ALIGNED))
+            whole = graph.call_function(operator.mul, (blocks, _KEYS_ALIGNED))
+            rest = graph.call_function(operator.sub, (length, whole))
+            more = graph.call_function(operator.sub, (_KEYS_ALIGNED, rest))
+            given["attn_mask"] = graph.call_function(pad, (mask, (0, more)))
             for name in ("key", "value"):
-                given[name] = graph.graph.call_function(pad, (given[name], (0, 0, 0, more)))
+                given[name] = graph.call_function(pad, (given[name], (0, 0, 0, more)))
         node.args, node.kwargs = (), given
-    graph.recompile()
 
 
 def _looking_at(kind: _Kind) -> Any:

@@ -312,10 +312,7 @@ class _Measurement:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], memory_budget: float = 1.0) -> tuple[Any, Recorded]:
         with output_recorder.apart() as recorded:
-            if self._captures is not None:
-                output = self._compiled.run(self._layer, self._captures, args, kwargs, memory_budget, self._row)
-            else:
-                output = self._layer.run(args, kwargs, self._row)
+            output = self._compiled.run(self._layer, self._captures, args, kwargs, memory_budget, self._row)
         return output, recorded
 
     @contextlib.contextmanager
