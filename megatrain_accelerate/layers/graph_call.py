@@ -394,8 +394,6 @@ class GraphCalls:
         """Of the layers' activations; set by the plan."""
         self.real: RealTokens | None = None
         """Of the batch of the forward in progress, the tokens to compute (:mod:`.padding`); None for all."""
-        self.anchor = torch.zeros((), device=self.device, requires_grad=True)
-        """A number that requires grad: it keeps nodes in the graph of which no input does, as above a frozen embedding."""
         self.backwards = collections.defaultdict[int, Backward](lambda: Backward(self.offloader, self.gradient_sums))
         """Those that are under way, by autograd's number."""
         self.hiding: set[int] = set()

@@ -142,8 +142,7 @@ class BatchSplit:
         of_tensor: dict[tuple[int, bool], Sequence[torch.Tensor]] = {}
         columns = []
         for tensor, is_split in zip(tensors, self.is_split, strict=True):
-            key = (id(tensor), is_split)
-            if key not in of_tensor and is_split:
+            if (key := (id(tensor), is_split)) not in of_tensor and is_split:
                 # One node for all: each slice's would make a gradient as large as the batch.
                 of_tensor[key] = tensor.split(self.sizes)
             elif key not in of_tensor:

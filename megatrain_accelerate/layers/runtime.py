@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -42,7 +41,7 @@ from megatrain_accelerate.store.shared_store import SharedStore
 from megatrain_accelerate.store.step_worker import StepWorker
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader
-from megatrain_accelerate.transfer.call_order import OpenForward
+from megatrain_accelerate.transfer.call_order import CallOrder, OpenForward
 from megatrain_accelerate.transfer.gather import Gather
 from megatrain_accelerate.transfer.meter import Cause, Meter, named_range
 from megatrain_accelerate.transfer.parts import Streamed
@@ -147,12 +146,11 @@ class StreamingRuntime:
         """Of a generation, since something was looked at that isn't before each of them."""
         self.clipping = Clipping(self.norms, self.sums, self._states)
         self.expert_streams = ExpertStreams(
-            self.experts,
-            config.placement.slots,
+            Prefetcher(parts, config.placement.slots, streams, meter),
+            CallOrder(len(parts), leader=self.passes.order),
             self.offloader,
-            self.calls.anchor,
+            torch.zeros((), device=streams.device, requires_grad=True),
             lambda: self.dry_run is not None,
-            self.passes.order,
         )
         self.states_on_device = StatesOnDevice(streams, worker, kernels, shared)
         if streams.is_cuda:  # else each of its launches would go by the first GPU, with a context there
@@ -182,9 +180,8 @@ class StreamingRuntime:
     def in_forward_order(self) -> list[Part]:
         """The parts in the order in which the next forward needs them, and in which they are stepped: layers, the experts of
         each behind it, and groups between the layers that they stand between."""
-        order: list[tuple[int, Part]] = [(group.layers_before, group) for group in self.groups]
-        order += [(part.index, part) for part in (*self.layers, *self.experts)]
-        return [part for _, part in sorted(order, key=operator.itemgetter(0))]
+        parts: list[Part] = [*self.groups, *self.layers, *self.experts]
+        return sorted(parts, key=lambda part: part.layers_before if isinstance(part, ResidentGroup) else part.index)
 
     @property
     def gradients_leave(self) -> bool:

@@ -47,7 +47,7 @@ _MIXING = ("convolution", "_pad", "roll", "shift", "_pool", "fft", "flip", "unfo
 """In operations' names: those that combine tokens at places that they are told."""
 _WEIGHT = 0.01
 """In the place of every weight; which number it is doesn't matter for what depends on what."""
-_TOLERANCE = 0.02
+TOLERANCE = 0.02
 """Between tokens alone and among others, relative to the largest: kernels for other sizes round otherwise, in bf16 by 0.4%."""
 _WORTH_TILING = 2.5
 """What a part makes, in sizes of its output, below which tiles save nothing: a product is 1, with a bias 2 at most."""
@@ -384,7 +384,7 @@ def _examine(call: PartCall, dim: int, device: torch.device) -> str | None:
     expected = _part(whole, dim)
     if alone.shape != expected.shape:
         return "it doesn't return one tensor of a row for each token"
-    if float((alone - expected).abs().max()) > _TOLERANCE * float(expected.abs().max()):
+    if float((alone - expected).abs().max()) > TOLERANCE * float(expected.abs().max()):
         return "a token's output depends on its place"
     if watch.made_bytes < _WORTH_TILING * whole.nbytes:
         return "it makes little besides its output"

@@ -29,12 +29,10 @@ from megatrain_accelerate.layers.ambient_state import RandomState
 from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, map_tensors, taken_apart
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.saved_tensors import innermost_hooks
-from megatrain_accelerate.layers.token_tiles import code_of, is_plain, reason_against, tried_out
+from megatrain_accelerate.layers.token_tiles import TOLERANCE, code_of, is_plain, reason_against, tried_out
 
 _LENGTHS = (3, 5)
 """Tokens of the samples of a trial."""
-_TOLERANCE = 0.02
-"""Allowed difference of a sample alone from itself in the row, as a share of the largest result; see :mod:`.token_tiles`."""
 _HALVES = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD = 256
 """Flash attention takes heads of at most so many numbers, in multiples of 8."""
@@ -258,7 +256,7 @@ def _examine(call: _Call, forward: Callable[..., Any], device: torch.device) -> 
     alone = run([_cut(tensor, role, slice(first, None)) for tensor, role in zip(row, roles, strict=True)])
     for made, expected in zip(whole, alone, strict=True):
         difference = (made[:, first:] - expected).abs().max()
-        if float(difference) > _TOLERANCE * float(expected.abs().max()):
+        if float(difference) > TOLERANCE * float(expected.abs().max()):
             return "a sample's results depend on its place"
     return None
 
