@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatrain_accelerate.errors import UnsupportedError
@@ -29,7 +28,7 @@ from megatrain_accelerate.layers.ambient_state import BufferValues, put_in, surr
 from megatrain_accelerate.layers.attention_results import AttentionResults
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers, without_autocast_cache
 from megatrain_accelerate.layers.expert_function import ExpertResults
-from megatrain_accelerate.layers.layer import StreamedLayer
+from megatrain_accelerate.layers.layer import StreamedLayer, bound
 from megatrain_accelerate.layers.micro_batches import BatchCut, BatchSplit
 from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, map_tensors, taken_apart
 from megatrain_accelerate.layers.output_recorder import Captures
@@ -157,7 +156,7 @@ class GraphCall:
         if layer.index in policy.offloaded:
             inputs, _ = taken_apart((args, kwargs))
             offloaded = Recording(calls.activations, layer.name, [*layer.module.buffers(), *inputs])
-        with layer.bound(weights), calls.saving(offloaded):
+        with bound(layer, weights), SavedTensors(calls.prefetcher.at_address, offloaded).recording():
             output = self._run_layer(args, kwargs, memory_budget=budget)
         if offloaded is not None:
             calls.activations.send(offloaded, self.tape, self.position, self.piece)
@@ -190,14 +189,15 @@ class GraphCall:
             args, kwargs = arguments(given)
             if first:
                 recording = contextlib.nullcontext() if attention is None else attention.recording()
-                with layer.bound(first.pop()), calls.saving(), layer.buffers.watched() as before, recording:
+                saving = SavedTensors(calls.prefetcher.at_address).recording()
+                with bound(layer, first.pop()), saving, layer.buffers.watched() as before, recording:
                     return self._run_layer(args, kwargs, memory_budget=0.0)
             with (
                 self.pinned() as slot,
                 slot.read_by(self),
-                layer.bound(self._leaves_in(slot)),
+                bound(layer, self._leaves_in(slot)),
                 as_in_forward(),
-                calls.saving(),
+                SavedTensors(calls.prefetcher.at_address).recording(),
                 # On copies of what forward began with.
                 put_in([(owner._buffers, name, value.clone()) for owner, name, value in before]),
                 named_range(f"megatrain::recompute ({layer.name})"),
@@ -291,7 +291,7 @@ class GraphCall:
                 layer.require_version(self.version)  # of weights that were written since, which are taken over by now
                 # A checkpoint inside the layer reads its weights when it computes anew.
                 slot.leaves = self._leaves_in(slot)
-                for context in (named_range(f"megatrain::backward ({layer.name})"), layer.bound(slot.leaves)):
+                for context in (named_range(f"megatrain::backward ({layer.name})"), bound(layer, slot.leaves)):
                     context.__enter__()
                     slot.until_lease_ends.append(context)
             except BaseException:
@@ -404,10 +404,6 @@ class GraphCalls:
     def real_in_one_row(self) -> RealTokens | None:
         """Those, where a plan may take them for one row: of a batch in pieces each piece is one, of other tokens."""
         return self.real if self.batch_cut.size is None else None
-
-    def saving(self, offloaded: Recording | None = None) -> saved_tensors_hooks:
-        """The hooks under which a run saves what its backward needs; see :class:`SavedTensors`."""
-        return SavedTensors(self.prefetcher.at_address, offloaded).recording()
 
     # ------------------------------------------------------------------ forward
 

@@ -116,11 +116,6 @@ class StreamedLayer:
             )
         return found
 
-    def bound(self, weights: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-        """The module computes with ``weights`` (in entry order) instead of its parameters while the body runs. A StateError if
-        a parameter of the module isn't the one that was adopted."""
-        return _Bound(self, weights)
-
     def refuse_unfrozen(self) -> None:
         """Raises a StateError for a trained parameter that was frozen, or wasn't there, when the model was prepared."""
         if self.times_bound or not ((unknown := self._unknown_parameters()) or self._frozen or self.experts):
@@ -177,8 +172,9 @@ class StreamedLayer:
             self.unit.version += 1
 
 
-class _Bound:
-    """See :meth:`StreamedLayer.bound`. A class, since a generator takes several times as long to enter and leave."""
+class bound:
+    """A layer's module computes with ``weights`` (in entry order) instead of its parameters while the body runs. A StateError
+    if a parameter of it isn't the one that was adopted. A class, since a generator takes several times as long."""
 
     def __init__(self, layer: StreamedLayer, weights: Sequence[torch.Tensor]) -> None:
         self._layer, self._weights = layer, weights

@@ -25,7 +25,7 @@ from megatrain_accelerate.layers.caches import without_caches
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers, without_autocast_cache
 from megatrain_accelerate.layers.expert_function import ExpertStreams
 from megatrain_accelerate.layers.graph_call import GraphCalls
-from megatrain_accelerate.layers.layer import StreamedLayer
+from megatrain_accelerate.layers.layer import StreamedLayer, bound
 from megatrain_accelerate.layers.micro_batches import BatchCut
 from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, taken_apart
 from megatrain_accelerate.layers.passes import Passes
@@ -215,7 +215,7 @@ class StreamingRuntime:
             return with_copies(functools.partial(self.dry_run, layer), *without_caches(args, kwargs))
         has_graph = torch.is_grad_enabled()
         if not has_graph and layer.index in self._all_held:
-            with layer.bound(self._all_held[layer.index].views(layer.unit.layout)):
+            with bound(layer, self._all_held[layer.index].views(layer.unit.layout)):
                 return layer.forward(*args, **kwargs)
         if self.clipping.factors or self.clipping.stepped:  # asked first: every call of a layer comes here
             self._scale_clipped(others_follow=has_graph)
@@ -241,7 +241,7 @@ class StreamingRuntime:
         slot = self.prefetcher.acquire(layer, upcoming)
         try:
             self.passes.wait_for_head(layer)
-            with layer.bound(slot.views(layer.unit.layout)):
+            with bound(layer, slot.views(layer.unit.layout)):
                 if self.calls.real is None:
                     return layer.run(args, kwargs)
                 row, args, kwargs = layer.unpadded.in_a_row(self.calls.real, args, kwargs)
