@@ -153,8 +153,3 @@ class WrittenBuffers:
         }
         self._written = written | (self._written or set())
         kept[:] = [value for value in kept if value[:2] in written]
-
-
-def buffers_as_before(values: BufferValues) -> contextlib.AbstractContextManager[None]:
-    """For a recompute: it works on copies of what its forward began with."""
-    return put_in([(owner._buffers, name, value.clone()) for owner, name, value in values])

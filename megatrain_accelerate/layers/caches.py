@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.layers.nested_tensors import Args, Kwargs
 
 CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
-def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def without_caches(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """The call's arguments without key-value caches, by transformers' rule (``GradientCheckpointingLayer``,
     modeling_layers.py). An UnsupportedError if a cache holds tokens: without it the layer would compute something else."""
     is_cache = [hasattr(value, "get_seq_length") and hasattr(value, "update") for value in args]
@@ -42,9 +43,7 @@ def caching_modules(model: nn.Module, layers: Collection[nn.Module]) -> Iterator
             yield module
 
 
-def decide_against_a_cache(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def decide_against_a_cache(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """A forward pre-hook that says ``use_cache=False`` where gradients are computed, as transformers does under gradient
     checkpointing: a model that believed in a cache may look for it among its layers' outputs."""
     if not torch.is_grad_enabled():

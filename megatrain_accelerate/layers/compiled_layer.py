@@ -9,8 +9,6 @@ What backward computes again the compiler's partitioner decides: at a *memory bu
 at 0.0 the inputs alone, and between them it gives up first what costs little to compute again
 (``torch._functorch.config.activation_memory_budget``). Each budget has a graph of its own, which rounds in its own way. In
 backward other random numbers would be drawn: a graph that draws some saves everything, and a checkpoint runs the layer again.
-
-Where lengths vary (:attr:`CompiledLayers.sizes_vary`), one graph serves all sizes from the start; else each has the fastest.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import logging
 import operator
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +35,7 @@ from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.attention_results import drop_rate
 from megatrain_accelerate.layers.layer import StreamedLayer
-from megatrain_accelerate.layers.nested_tensors import tensors_in
+from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, tensors_in
 from megatrain_accelerate.layers.output_recorder import Captures
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.proxy import warn_once
@@ -120,9 +118,7 @@ class _Kind:
 
         collector = output_recorder.collector()
 
-        def run_layer(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], samples: tuple[torch.Tensor, ...]
-        ) -> Any:
+        def run_layer(module: nn.Module, args: Args, kwargs: Kwargs, samples: tuple[torch.Tensor, ...]) -> Any:
             recorded: dict[str, list[Any]] = {channel: [] for channel in channels}
             row = _samples_of_a_row(*samples) if samples else None
             if collector is None:
@@ -213,19 +209,17 @@ class CompiledLayers:
     def run(
         self,
         layer: StreamedLayer,
-        captures: Captures,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        captures: Captures | None,
+        args: Args,
+        kwargs: Kwargs,
         memory_budget: float,
-        row: RealTokens | None = None,
+        row: RealTokens | None,
     ) -> Any:
-        """Runs the layer's forward with the weights that are bound to it: compiled, or its own code if that fails.
-
-        Called with gradients enabled, for a layer that :meth:`wants` approved, with the captures that it gave. The memory
-        budget is less than 1.0 for a layer that :meth:`recomputes` with it. The arguments are batches, or the tokens of
-        ``row``. Raises what the layer's own code raises.
-        """
-        kind = self._kind_of(layer, captures, memory_budget, row)
+        """Runs the layer's forward with the weights that are bound to it: compiled, or its own code if that fails, or without
+        ``captures``, which :meth:`wants` gave. Called with gradients enabled. The memory budget is less than 1.0 for a layer
+        that :meth:`recomputes` with it. The arguments are batches, or the tokens of ``row``. Raises what the layer's own code
+        raises."""
+        kind = None if captures is None else self._kind_of(layer, captures, memory_budget, row)
         if kind is None or has_mappings(args, kwargs):
             return layer.run(args, kwargs, row)
         samples = () if row is None else (row.begins, row.span)
@@ -233,7 +227,11 @@ class CompiledLayers:
             # Those that the layer's code ties to its weights are fixed again; a size of 1 or 0 always is.
             torch._dynamo.maybe_mark_dynamic(tensor, [index for index, size in enumerate(tensor.shape) if size > 1])
         try:
-            with _run_settings():
+            limit = replaced(torch._dynamo.config, "recompile_limit", RECOMPILE_LIMIT)
+            # Autocast's cache is guarded by dynamo, and off in a recompute.
+            with limit, without_autocast_cache(), warnings.catch_warnings():
+                # Dynamo asks inputs for their gradients, and hidden states of a layer in autograd's graph aren't leaves.
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
                 output, recorded, _ = kind.function(layer.module, args, kwargs, samples)
             output_recorder.enter([(channel, value) for channel, values in recorded.items() for value in values])
             return output
@@ -279,8 +277,9 @@ class CompiledLayers:
         settings: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
         options: dict[str, Any] = {}
         if kind.sizes_vary:
-            _keep_attention_within_samples(graph)
-            _pad_keys(graph)
+            _keep_attention_within_samples(graph.graph)
+            _pad_keys(graph.graph)
+            graph.recompile()
         if self.backend != "inductor":
             kind.is_random = True
         else:
@@ -306,24 +305,23 @@ def _samples_of_a_row(begins: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
     return begins.clone()
 
 
-def _keep_attention_within_samples(graph: torch.fx.GraphModule) -> None:
+def _keep_attention_within_samples(graph: torch.fx.Graph) -> None:
     """In the graph of a layer on a row, attention sees the samples (:mod:`.unpadded_layer`)."""
-    for row in graph.graph.find_nodes(op="call_function", target=_samples_of_a_row):
+    for row in graph.find_nodes(op="call_function", target=_samples_of_a_row):
         begins, span = row.args
-        for node in graph.graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention):
+        for node in graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention):
             query, key, value, others = causal_attention(node.args, node.kwargs)
-            with graph.graph.inserting_before(node):
-                longest = graph.graph.call_method("size", (span, 0))
+            with graph.inserting_before(node):
+                longest = graph.call_method("size", (span, 0))
             node.target, node.args, node.kwargs = attend_within_samples, (query, key, value, begins, longest), others
-        graph.recompile()
 
 
-def _pad_keys(graph: torch.fx.GraphModule) -> None:
+def _pad_keys(graph: torch.fx.Graph) -> None:
     """Pads attention's keys, values and mask to the next multiple of :data:`_KEYS_ALIGNED` keys; nobody attends to those. Rows
     of the mask that aren't aligned are copied, by a graph of their own. Not with dropout, whose elements would be others."""
     names = ("query", "key", "value", "attn_mask", "dropout_p")
     pad = torch.nn.functional.pad
-    for node in graph.graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention):
+    for node in graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention):
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         mask = given.get("attn_mask")
         if len(node.args) > len(names) or not isinstance(mask, torch.fx.Node) or given.get("dropout_p"):
@@ -331,18 +329,17 @@ def _pad_keys(graph: torch.fx.GraphModule) -> None:
         example = mask.meta["example_value"]
         if example.dtype is not torch.bool or not isinstance(example.shape[-1], torch.SymInt):
             continue
-        with graph.graph.inserting_before(node):
-            length = graph.graph.call_method("size", (mask, -1))
+        with graph.inserting_before(node):
+            length = graph.call_method("size", (mask, -1))
             # At least one: where there may be none, graphs differ.
-            blocks = graph.graph.call_function(operator.floordiv, (length, _KEYS_ALIGNED))
-            whole = graph.graph.call_function(operator.mul, (blocks, _KEYS_ALIGNED))
-            rest = graph.graph.call_function(operator.sub, (length, whole))
-            more = graph.graph.call_function(operator.sub, (_KEYS_ALIGNED, rest))
-            given["attn_mask"] = graph.graph.call_function(pad, (mask, (0, more)))
+            blocks = graph.call_function(operator.floordiv, (length, _KEYS_ALIGNED))
+            whole = graph.call_function(operator.mul, (blocks, _KEYS_ALIGNED))
+            rest = graph.call_function(operator.sub, (length, whole))
+            more = graph.call_function(operator.sub, (_KEYS_ALIGNED, rest))
+            given["attn_mask"] = graph.call_function(pad, (mask, (0, more)))
             for name in ("key", "value"):
-                given[name] = graph.graph.call_function(pad, (given[name], (0, 0, 0, more)))
+                given[name] = graph.call_function(pad, (given[name], (0, 0, 0, more)))
         node.args, node.kwargs = (), given
-    graph.recompile()
 
 
 def _looking_at(kind: _Kind) -> Any:
@@ -452,16 +449,6 @@ def _missing_in_torch() -> str | None:
     if not hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
         return f"torch {torch.__version__} can't compile a layer's backward together with its forward; a newer one can"
     return None
-
-
-@contextlib.contextmanager
-def _run_settings() -> Iterator[None]:
-    """Settings of torch that hold while a compiled layer runs, and nowhere else."""
-    limit = replaced(torch._dynamo.config, "recompile_limit", RECOMPILE_LIMIT)
-    with limit, without_autocast_cache(), warnings.catch_warnings():  # the cache is guarded by dynamo, and off in recompute
-        # Dynamo asks inputs for their gradients, and hidden states of a layer in autograd's graph aren't leaves.
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
-        yield
 
 
 class without_autocast_cache:

@@ -41,24 +41,16 @@ _FULLEST_PART = 1.25
 
 @dataclasses.dataclass(eq=False)
 class ExpertStreams:
-    """All experts of a model that stream in parts."""
+    """All experts of a model that stream in parts, of which there may be none."""
 
-    experts: dataclasses.InitVar[Sequence[StreamedExperts]]
-    """In the order of the forward; maybe none."""
-    slots: int
-    """Weight slots for their parts."""
+    prefetcher: Prefetcher
+    order: CallOrder
+    """Of the parts, in the passes of the layers."""
     offloader: GradientOffloader
     anchor: torch.Tensor
-    """A number that requires grad, for calls none of whose inputs does."""
+    """A number that requires grad, for calls none of whose inputs does, as above a frozen embedding."""
     runs_dry: Callable[[], bool]
     """Whether layers run on trial, for a plan or a probe."""
-    layers: dataclasses.InitVar[CallOrder]
-    """In which order the layers are called."""
-
-    def __post_init__(self, experts: Sequence[StreamedExperts], layers: CallOrder) -> None:
-        parts = [part for whole in experts for part in whole.parts]
-        self.prefetcher = Prefetcher(parts, self.slots, self.offloader.meter)
-        self.order = CallOrder(len(parts), leader=layers)
 
     @contextlib.contextmanager
     def fetched(self, part: ExpertPart, upcoming: Sequence[int], layout_of: ExpertPart) -> Iterator[list[torch.Tensor]]:
@@ -71,9 +63,10 @@ class ExpertStreams:
 
     def upcoming(self, place: tuple[Tape, int], in_backward: bool, backward_follows: bool) -> Sequence[int]:
         """The parts that are expected after that of the call at ``place``."""
+        count = self.prefetcher.slot_count
         if in_backward:
-            return self.order.after_backward(*place, self.slots, not self.offloader.gradients_complete())
-        return self.order.after_forward(*place, self.slots, backward_follows)
+            return self.order.after_backward(*place, count, not self.offloader.gradients_complete())
+        return self.order.after_forward(*place, count, backward_follows)
 
 
 def shown_instead(experts: StreamedExperts) -> list[torch.Tensor] | None:

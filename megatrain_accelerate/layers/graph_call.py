@@ -18,20 +18,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.gradients.call_gradients import Backward, GradientSums
 from megatrain_accelerate.gradients.offload import GradientOffloader
 from megatrain_accelerate.layers import output_recorder
-from megatrain_accelerate.layers.ambient_state import BufferValues, buffers_as_before, surroundings_again
+from megatrain_accelerate.layers.ambient_state import BufferValues, put_in, surroundings_again
 from megatrain_accelerate.layers.attention_results import AttentionResults
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers, without_autocast_cache
 from megatrain_accelerate.layers.expert_function import ExpertResults
-from megatrain_accelerate.layers.layer import StreamedLayer
+from megatrain_accelerate.layers.layer import StreamedLayer, bound
 from megatrain_accelerate.layers.micro_batches import BatchCut, BatchSplit
-from megatrain_accelerate.layers.nested_tensors import map_tensors, taken_apart
+from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, map_tensors, taken_apart
 from megatrain_accelerate.layers.output_recorder import Captures
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.passes import Passes
@@ -85,7 +84,7 @@ class GraphCall:
 
     # ------------------------------------------------------------------ forward
 
-    def run(self, slot: WeightSlot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, slot: WeightSlot, args: Args, kwargs: Kwargs) -> Any:
         """Runs the layer with the weights in ``slot`` as this call's leaves."""
         calls, layer = self.calls, self.layer
         self.running_slot = slot
@@ -142,7 +141,7 @@ class GraphCall:
         pairs = zip(views, self._trained, strict=True)
         return [view.data.requires_grad_() if is_trained else view.data for view, is_trained in pairs]
 
-    def _run_by_policy(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_by_policy(self, weights: list[torch.Tensor], args: Args, kwargs: Kwargs) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
         calls.activations.run_begins()
         is_recomputed = policy.is_recomputed(layer.index)
@@ -150,23 +149,20 @@ class GraphCall:
         keeps_results = is_recomputed and not policy.offloads_inputs(layer.index)
         self._expert_results = ExpertResults(keeps_results, is_last=self.piece == 0) if layer.experts else None
         budget = policy.budgets[0 if is_recomputed else 1]
-        if is_recomputed:
-            captures = self._captures
-            if captures is None or not calls.compiled.recomputes(layer, captures, budget, self.row):
-                return self._run_to_recompute(weights, args, kwargs)
+        captures = self._captures
+        if is_recomputed and (captures is None or not calls.compiled.recomputes(layer, captures, budget, self.row)):
+            return self._run_to_recompute(weights, args, kwargs)
         offloaded = None
         if layer.index in policy.offloaded:
             inputs, _ = taken_apart((args, kwargs))
             offloaded = Recording(calls.activations, layer.name, [*layer.module.buffers(), *inputs])
-        with layer.bound(weights), calls.saving(offloaded):
+        with bound(layer, weights), SavedTensors(calls.prefetcher.at_address, offloaded).recording():
             output = self._run_layer(args, kwargs, memory_budget=budget)
         if offloaded is not None:
             calls.activations.send(offloaded, self.tape, self.position, self.piece)
         return output
 
-    def _run_layer(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool = False, memory_budget: float = 1.0
-    ) -> Any:
+    def _run_layer(self, args: Args, kwargs: Kwargs, is_recompute: bool = False, memory_budget: float = 1.0) -> Any:
         layer, results = self.layer, self._expert_results
         if self._captures is not None:
             return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget, self.row)
@@ -175,7 +171,7 @@ class GraphCall:
         with contextlib.nullcontext() if results is None else results.at_work(layer, replays=is_recompute):
             return layer.run(args, kwargs, self.row)
 
-    def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_to_recompute(self, weights: list[torch.Tensor], args: Args, kwargs: Kwargs) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
         as_in_forward = surroundings_again(calls.device, layer.module)
         # A checkpoint is given the tensors one by one.
@@ -193,15 +189,17 @@ class GraphCall:
             args, kwargs = arguments(given)
             if first:
                 recording = contextlib.nullcontext() if attention is None else attention.recording()
-                with layer.bound(first.pop()), calls.saving(), layer.buffers.watched() as before, recording:
+                saving = SavedTensors(calls.prefetcher.at_address).recording()
+                with bound(layer, first.pop()), saving, layer.buffers.watched() as before, recording:
                     return self._run_layer(args, kwargs, memory_budget=0.0)
             with (
                 self.pinned() as slot,
                 slot.read_by(self),
-                layer.bound(self._leaves_in(slot)),
+                bound(layer, self._leaves_in(slot)),
                 as_in_forward(),
-                calls.saving(),
-                buffers_as_before(before),
+                SavedTensors(calls.prefetcher.at_address).recording(),
+                # On copies of what forward began with.
+                put_in([(owner._buffers, name, value.clone()) for owner, name, value in before]),
                 named_range(f"megatrain::recompute ({layer.name})"),
                 contextlib.nullcontext() if attention is None else attention.replaying(),
                 output_recorder.apart(),
@@ -293,7 +291,7 @@ class GraphCall:
                 layer.require_version(self.version)  # of weights that were written since, which are taken over by now
                 # A checkpoint inside the layer reads its weights when it computes anew.
                 slot.leaves = self._leaves_in(slot)
-                for context in (named_range(f"megatrain::backward ({layer.name})"), layer.bound(slot.leaves)):
+                for context in (named_range(f"megatrain::backward ({layer.name})"), bound(layer, slot.leaves)):
                     context.__enter__()
                     slot.until_lease_ends.append(context)
             except BaseException:
@@ -396,8 +394,6 @@ class GraphCalls:
         """Of the layers' activations; set by the plan."""
         self.real: RealTokens | None = None
         """Of the batch of the forward in progress, the tokens to compute (:mod:`.padding`); None for all."""
-        self.anchor = torch.zeros((), device=self.device, requires_grad=True)
-        """A number that requires grad: it keeps nodes in the graph of which no input does, as above a frozen embedding."""
         self.backwards = collections.defaultdict[int, Backward](lambda: Backward(self.offloader, self.gradient_sums))
         """Those that are under way, by autograd's number."""
         self.hiding: set[int] = set()
@@ -409,22 +405,16 @@ class GraphCalls:
         """Those, where a plan may take them for one row: of a batch in pieces each piece is one, of other tokens."""
         return self.real if self.batch_cut.size is None else None
 
-    def saving(self, offloaded: Recording | None = None) -> saved_tensors_hooks:
-        """The hooks under which a run saves what its backward needs; see :class:`SavedTensors`."""
-        return SavedTensors(self.prefetcher.at_address, offloaded).recording()
-
     # ------------------------------------------------------------------ forward
 
-    def run(self, layer: StreamedLayer, tape: Tape, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, layer: StreamedLayer, tape: Tape, position: int, args: Args, kwargs: Kwargs) -> Any:
         """Runs a layer, whole or in pieces, so that its graph can be differentiated."""
-        inputs: list[torch.Tensor] = []
         inputs_leave = self.policy.offloads_inputs(layer.index)
         split = BatchSplit.of_call(layer, args, kwargs, self.batch_cut)
         row, count = None, split.count
         if count == 1 and self.real is not None:
             row, args, kwargs = layer.unpadded.in_a_row(self.real, args, kwargs)
-        if self.batch_cut.size is not None or inputs_leave:
-            inputs, _ = taken_apart((args, kwargs))
+        inputs = taken_apart((args, kwargs))[0] if count > 1 or inputs_leave else []
         calls = [GraphCall(self, layer, tape, position, piece, count) for piece in range(count)]
         self._alive.update(calls)
         calls[0].row = row
@@ -444,9 +434,7 @@ class GraphCalls:
         finally:
             self.prefetcher.release(slot)
 
-    def _run_pieces(
-        self, calls: list[GraphCall], slot: WeightSlot, split: BatchSplit, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run_pieces(self, calls: list[GraphCall], slot: WeightSlot, split: BatchSplit, args: Args, kwargs: Kwargs) -> Any:
         """The output of a call in pieces, with what was recorded meanwhile joined too."""
         name = calls[0].layer.name
         pieces: list[list[torch.Tensor]] = []

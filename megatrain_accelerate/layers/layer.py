@@ -16,8 +16,9 @@ from torch import nn
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.layers.ambient_state import WrittenBuffers
+from megatrain_accelerate.layers.nested_tensors import Args, Kwargs
 from megatrain_accelerate.layers.padding import RealTokens
-from megatrain_accelerate.layers.shared_mappings import run_with_mappings
+from megatrain_accelerate.layers.shared_mappings import has_mappings, run_with_mappings
 from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.layers.unpadded_layer import SampleAttention, UnpaddedLayer
 from megatrain_accelerate.layers.watched_parameters import unwatched
@@ -89,16 +90,13 @@ class StreamedLayer:
         """Parameters of the layer, those of its experts among them."""
         return sum(part.unit.layout.parameter_count for part in (self, *self.experts))
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], row: RealTokens | None = None) -> Any:
+    def run(self, args: Args, kwargs: Kwargs, row: RealTokens | None = None) -> Any:
         """Calls the layer's own forward with the weights that are bound to it; see :func:`run_with_mappings`. The arguments
         are batches, or the tokens of ``row``."""
-        if row is not None:
-            with self.tiles.at_work(args, kwargs), SampleAttention(row):
-                return self.forward(*args, **kwargs)
-        if self.tiles.tile_tokens:
-            with self.tiles.at_work(args, kwargs):
-                return run_with_mappings(self.forward, args, kwargs)
-        return run_with_mappings(self.forward, args, kwargs)
+        if row is None and not (self.tiles.tile_tokens or has_mappings(args, kwargs)):
+            return self.forward(*args, **kwargs)  # asked first: most calls of a layer end here
+        with self.tiles.at_work(args, kwargs), contextlib.nullcontext() if row is None else SampleAttention(row):
+            return run_with_mappings(self.forward, args, kwargs)
 
     def show_host_weights(self) -> None:
         """The parameters' data are the store's weights from now on."""
@@ -117,11 +115,6 @@ class StreamedLayer:
                 "model was prepared; change the model (adapters, heads, tokens) before accelerator.prepare()"
             )
         return found
-
-    def bound(self, weights: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-        """The module computes with ``weights`` (in entry order) instead of its parameters while the body runs. A StateError if
-        a parameter of the module isn't the one that was adopted."""
-        return _Bound(self, weights)
 
     def refuse_unfrozen(self) -> None:
         """Raises a StateError for a trained parameter that was frozen, or wasn't there, when the model was prepared."""
@@ -179,8 +172,9 @@ class StreamedLayer:
             self.unit.version += 1
 
 
-class _Bound:
-    """See :meth:`StreamedLayer.bound`. A class, since a generator takes several times as long to enter and leave."""
+class bound:
+    """A layer's module computes with ``weights`` (in entry order) instead of its parameters while the body runs. A StateError
+    if a parameter of it isn't the one that was adopted. A class, since a generator takes several times as long."""
 
     def __init__(self, layer: StreamedLayer, weights: Sequence[torch.Tensor]) -> None:
         self._layer, self._weights = layer, weights

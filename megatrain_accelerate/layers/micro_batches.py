@@ -16,7 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.layers.layer import StreamedLayer
-from megatrain_accelerate.layers.nested_tensors import taken_apart, tensors_in
+from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, taken_apart, tensors_in
 
 
 class BatchCut:
@@ -110,7 +110,7 @@ class BatchSplit:
         return max(1, len(self.sizes))
 
     @classmethod
-    def of_call(cls, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], cut: BatchCut) -> BatchSplit:
+    def of_call(cls, layer: StreamedLayer, args: Args, kwargs: Kwargs, cut: BatchCut) -> BatchSplit:
         """The split of a layer's call. An UnsupportedError if it isn't certain how to cut a larger batch or some argument. The
         batch is dimension 0 of the call's first floating tensor of two dimensions or more, the hidden states (B, T, ...)."""
         if cut.size is None:  # asked first: every call of a layer comes here
@@ -136,14 +136,13 @@ class BatchSplit:
             return _WHOLE
         return cls(tuple(min(cut.size, batch - begin) for begin in range(0, batch, cut.size)), is_split)
 
-    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def arguments(self, args: Args, kwargs: Kwargs) -> list[tuple[Args, Kwargs]]:
         """The arguments of each piece, in autograd's graph; a tensor that is passed twice stays one."""
         tensors, put_together = taken_apart((args, kwargs))
         of_tensor: dict[tuple[int, bool], Sequence[torch.Tensor]] = {}
         columns = []
         for tensor, is_split in zip(tensors, self.is_split, strict=True):
-            key = (id(tensor), is_split)
-            if key not in of_tensor and is_split:
+            if (key := (id(tensor), is_split)) not in of_tensor and is_split:
                 # One node for all: each slice's would make a gradient as large as the batch.
                 of_tensor[key] = tensor.split(self.sizes)
             elif key not in of_tensor:
@@ -152,7 +151,7 @@ class BatchSplit:
             columns.append(of_tensor[key])
         return [put_together(piece) for piece in zip(*columns, strict=True)]
 
-    def first_piece(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def first_piece(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """The call's arguments with the tensors of the first piece, which no other is larger than."""
         return self.arguments(args, kwargs)[0] if self.sizes else (args, kwargs)
 

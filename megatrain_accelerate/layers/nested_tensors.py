@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+"""Arguments of a call, by place and by name."""
+
 _HOLD_NOTHING = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 
 

@@ -71,9 +71,7 @@ class RealTokens:
         return cls(tuple(lengths), tuple(counts), width, index, columns, begins, torch.empty(max(counts), 0))
 
     def of_pieces(self, sizes: tuple[int, ...]) -> list[RealTokens | None]:
-        """Those of each piece of the batch, of so many samples; of the whole batch if there are no sizes."""
-        if not sizes:
-            return [self]
+        """Those of each piece of the batch, of so many samples."""
         if sizes not in self._pieces:
             lengths = iter(self.lengths)
             cut = [list(itertools.islice(lengths, size)) for size in sizes]

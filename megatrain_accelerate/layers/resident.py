@@ -1,23 +1,19 @@
 """Resident groups: parameters outside the layers (embeddings, final norm, head), whose weights stay on the device. Masters and
-moments live on the host like everybody's, unless the plan moves the whole unit to the device (:func:`relocate`, of layers
-too). Gradients are autograd's own, on the device, and leave it when the optimizer steps."""
+moments live on the host like everybody's, unless the plan moves the whole unit to the device. Gradients are autograd's own,
+on the device, and leave it when the optimizer steps."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from megatrain_accelerate.kernels.device import device_kernels
-from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.watched_parameters import unwatched
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.gather import Gather
 from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_range
-from megatrain_accelerate.transfer.prefetch import Prefetcher
 from megatrain_accelerate.transfer.streams import Streams
 
 
@@ -96,7 +92,8 @@ class ResidentGroup:
     def gather(self, gather: Gather) -> None:
         """All ranks gather the weights of a step that :meth:`note_ungathered` told of, together, whether or not this rank has
         copied them from the host since."""
-        if not self._is_ungathered or self._buffer is None:
+        buffer = self._buffer
+        if not self._is_ungathered or buffer is None:
             return
         self._meter.wait_for_step(self.name, self.gate)
         h2d_stream = self._streams.h2d_stream
@@ -104,7 +101,7 @@ class ResidentGroup:
         with torch.no_grad(), self._streams.on(h2d_stream), named_range(f"megatrain::gather_weights ({self.name})"):
             # WAR: kernels issued before the step read the old weights, and later ones this rank's own copy.
             h2d_stream.wait_event(readers_finished_event)
-            gather.fetch(self.unit, self._buffer, self.name, self._meter, h2d_stream)
+            gather.fetch(self.unit, buffer, self.name, self._meter, h2d_stream)
             self._params_copied_event.record(h2d_stream)
         self._is_stale = self._is_ungathered = False
 
@@ -136,30 +133,3 @@ class ResidentGroup:
 
 
 Part = StreamedLayer | ResidentGroup
-
-
-def relocate(
-    targets: Sequence[tuple[Part, bool]],
-    prefetcher: Prefetcher,
-    device: torch.device,
-    host_kernels: HostKernels,
-    moved: Callable[[HostUnit], None],
-) -> None:
-    """Moves units between the host and the device: of each layer and resident group ``targets`` says whether it is to live on
-    the device. ``moved`` is called with each unit that moved. Nothing may be in flight. A torch.OutOfMemoryError or
-    HostMemoryError where a unit finds no room: those before it have moved."""
-    leaving = [part for part, stays in targets if part.unit.is_on_device and not stays]
-    arriving = [part for part, comes in targets if comes and not part.unit.is_on_device]
-    kernels = device_kernels(device, host_kernels) if arriving else host_kernels
-    # Slots of single layers hold memory of units that leave.
-    prefetcher.drop_own_slots()
-    try:
-        for parts in (leaving, arriving):  # first what leaves, so that there is room for what comes
-            for part in parts:
-                part.unit.move(*((None, host_kernels) if part.unit.is_on_device else (device, kernels)))
-                if isinstance(part, ResidentGroup):
-                    part.show_device_weights()
-                moved(part.unit)
-            torch.cuda.empty_cache()  # of blocks whose sizes are others'
-    finally:
-        prefetcher.note_moves()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -20,16 +19,17 @@ from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
 from megatrain_accelerate.gradients.offload import GradientOffloader
 from megatrain_accelerate.gradients.outside import OutsideGradients
 from megatrain_accelerate.hooks import replaced, weakly
+from megatrain_accelerate.kernels.device import device_kernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.layers.caches import without_caches
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers, without_autocast_cache
 from megatrain_accelerate.layers.expert_function import ExpertStreams
 from megatrain_accelerate.layers.graph_call import GraphCalls
-from megatrain_accelerate.layers.layer import StreamedLayer
+from megatrain_accelerate.layers.layer import StreamedLayer, bound
 from megatrain_accelerate.layers.micro_batches import BatchCut
-from megatrain_accelerate.layers.nested_tensors import taken_apart
+from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, taken_apart
 from megatrain_accelerate.layers.passes import Passes
-from megatrain_accelerate.layers.resident import Part, ResidentGroup, relocate
+from megatrain_accelerate.layers.resident import Part, ResidentGroup
 from megatrain_accelerate.layers.shared_mappings import has_mappings, with_copies
 from megatrain_accelerate.layers.states_on_device import StatesOnDevice
 from megatrain_accelerate.layers.token_tiles import TokenTiles
@@ -41,7 +41,7 @@ from megatrain_accelerate.store.shared_store import SharedStore
 from megatrain_accelerate.store.step_worker import StepWorker
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader
-from megatrain_accelerate.transfer.call_order import OpenForward
+from megatrain_accelerate.transfer.call_order import CallOrder, OpenForward
 from megatrain_accelerate.transfer.gather import Gather
 from megatrain_accelerate.transfer.meter import Cause, Meter, named_range
 from megatrain_accelerate.transfer.parts import Streamed
@@ -67,7 +67,7 @@ def forwards_are_open() -> bool:
     return any(runtime.open_forwards for runtime in list(_running))
 
 
-LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
+LayerRunner = Callable[[StreamedLayer, Args, Kwargs], Any]
 
 
 class StreamingRuntime:
@@ -137,12 +137,11 @@ class StreamingRuntime:
         """Of a generation, since something was looked at that isn't before each of them."""
         self.clipping = Clipping(self.norms, self.sums, self._states)
         self.expert_streams = ExpertStreams(
-            self.experts,
-            config.placement.slots,
+            Prefetcher(parts, config.placement.slots, meter),
+            CallOrder(len(parts), leader=self.passes.order),
             self.offloader,
-            self.calls.anchor,
+            torch.zeros((), device=streams.device, requires_grad=True),
             lambda: self.dry_run is not None,
-            self.passes.order,
         )
         self.states_on_device = StatesOnDevice(streams, self.worker, kernels, shared)
         if streams.is_cuda:  # else each of its launches would go by the first GPU, with a context there
@@ -172,9 +171,8 @@ class StreamingRuntime:
     def in_forward_order(self) -> list[Part]:
         """The parts in the order in which the next forward needs them, and in which they are stepped: layers, the experts of
         each behind it, and groups between the layers that they stand between."""
-        order: list[tuple[int, Part]] = [(group.layers_before, group) for group in self.groups]
-        order += [(part.index, part) for part in (*self.layers, *self.experts)]
-        return [part for _, part in sorted(order, key=operator.itemgetter(0))]
+        parts: list[Part] = [*self.groups, *self.layers, *self.experts]
+        return sorted(parts, key=lambda part: part.layers_before if isinstance(part, ResidentGroup) else part.index)
 
     @property
     def gradients_leave(self) -> bool:
@@ -208,7 +206,7 @@ class StreamingRuntime:
             return with_copies(functools.partial(self.dry_run, layer), *without_caches(args, kwargs))
         has_graph = torch.is_grad_enabled()
         if not has_graph and layer.index in self._all_held:
-            with layer.bound(self._all_held[layer.index].views(layer.unit.layout)):
+            with bound(layer, self._all_held[layer.index].views(layer.unit.layout)):
                 return layer.forward(*args, **kwargs)
         if self.clipping.factors or self.clipping.stepped:  # asked first: every call of a layer comes here
             self._scale_clipped(others_follow=has_graph)
@@ -227,14 +225,14 @@ class StreamingRuntime:
                 return self._run_streamed(layer, args, kwargs)
         return self._run_streamed(layer, args, kwargs)
 
-    def _run_streamed(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_streamed(self, layer: StreamedLayer, args: Args, kwargs: Kwargs) -> Any:
         """Runs a layer without a graph."""
         tape, position = self.passes.order.record(layer.index)
         upcoming = tape.order.after_forward(tape, position, self.prefetcher.look_ahead, backward_follows=False)
         slot = self.prefetcher.acquire(layer, upcoming)
         try:
             self.passes.wait_for_head(layer)
-            with layer.bound(slot.views(layer.unit.layout)):
+            with bound(layer, slot.views(layer.unit.layout)):
                 if self.calls.real is None:
                     return layer.run(args, kwargs)
                 row, args, kwargs = layer.unpadded.in_a_row(self.calls.real, args, kwargs)
@@ -283,9 +281,7 @@ class StreamingRuntime:
         """Whether a layer computes all of a batch at once, neither pieces nor tiles of it."""
         return self.batch_cut.size is None and not self.token_tile
 
-    def _run_plain(
-        self, layer: StreamedLayer, open_forward: OpenForward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run_plain(self, layer: StreamedLayer, open_forward: OpenForward, args: Args, kwargs: Kwargs) -> Any:
         """Runs a layer of a model that fits. Autograd saves its parameters themselves and accumulates their gradients."""
         if self.watch.is_on:
             self.watch.release(state.parameter for state in layer.unit.states)
@@ -293,13 +289,9 @@ class StreamingRuntime:
         self._refresh(layer)
         self.passes.wait_for_head(layer)
         row, args, kwargs = layer.unpadded.in_a_row(self.calls.real, args, kwargs)
-        captures = self.compiled.wants(layer, row)
+        captures, budget = self.compiled.wants(layer, row), self.calls.policy.budgets[1]
         with named_range(f"megatrain::forward ({layer.name})"), without_autocast_cache():
-            if captures is None:
-                output = layer.run(args, kwargs, row)
-            else:
-                output = self.compiled.run(layer, captures, args, kwargs, self.calls.policy.budgets[1], row)
-            output = batch_of(row, output)
+            output = batch_of(row, self.compiled.run(layer, captures, args, kwargs, budget, row))
         # The graph holds the hook, and with it ``open_forward``.
         begins = functools.partial(weakly(self.passes.backward_begins), open_forward)
         for tensor in taken_apart(output)[0]:
@@ -400,11 +392,34 @@ class StreamingRuntime:
             if changes:  # of a unit that comes whole other ranks have states, too
                 self.states_on_device.bring(of_all=any(comes and not part.unit.is_on_device for part, comes in targets))
                 self.states_on_device.place([])
-            relocate(targets, self.prefetcher, self.streams.device, self.kernels, self._moved)
+            self._relocate(targets)
             if self.offloader.takes_gradients:
                 self.offloader.allocate_slots(self.gradients_leave)
             if changes:
                 self.states_on_device.place(shares)
+
+    def _relocate(self, targets: Sequence[tuple[Part, bool]]) -> None:
+        """Moves units between the host and the device: of each layer and resident group ``targets`` says whether it is to live
+        on the device. A torch.OutOfMemoryError or HostMemoryError where a unit finds no room: those before it have moved."""
+        leaving = [part for part, stays in targets if part.unit.is_on_device and not stays]
+        arriving = [part for part, comes in targets if comes and not part.unit.is_on_device]
+        device = self.streams.device
+        kernels = device_kernels(device, self.kernels) if arriving else self.kernels
+        # Slots of single layers hold memory of units that leave.
+        self.prefetcher.drop_own_slots()
+        try:
+            # First what leaves, so that there is room for what comes.
+            for parts, *where in ((leaving, None, self.kernels), (arriving, device, kernels)):
+                for part in parts:
+                    part.unit.move(*where)
+                    if isinstance(part, ResidentGroup):
+                        part.show_device_weights()
+                    for state in part.unit.states:
+                        state.normed = None
+                    self.outside.moved(part.unit)
+                torch.cuda.empty_cache()  # of blocks whose sizes are others'
+        finally:
+            self.prefetcher.note_moves()
 
     def bring_states(self) -> None:
         """Weights, residuals and moments on the host are those of the last step, see :meth:`StatesOnDevice.bring`, or what
@@ -412,11 +427,6 @@ class StreamingRuntime:
         self.drain()
         self.refresh_if_written()
         self.states_on_device.bring()
-
-    def _moved(self, unit: HostUnit) -> None:
-        for state in unit.states:
-            state.normed = None
-        self.outside.moved(unit)
 
     # ------------------------------------------------------------------ gradients as a whole
 

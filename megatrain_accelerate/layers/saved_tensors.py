@@ -64,12 +64,10 @@ class SavedTensors:
     def __init__(self, slots: Mapping[int, WeightSlot], offloaded: Recording | None = None) -> None:
         self._slot_at = slots.get
         self._place = None if offloaded is None else offloaded.place
-        self._outer: Hooks | None = None
-        """The hooks around the body that is recorded last."""
+        self._outer = innermost_hooks()
 
     def recording(self) -> saved_tensors_hooks:
-        """Autograd saves what the body computes. To be entered anew for each body: only the innermost hooks act."""
-        self._outer = innermost_hooks()
+        """Autograd saves what the body computes: only the innermost hooks act."""
         if self._outer is None:
             return saved_tensors_hooks(self.pack, _unpack)
         outer_unpack = self._outer[1]

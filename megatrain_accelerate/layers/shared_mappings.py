@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.layers.nested_tensors import tensors_in
+from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, tensors_in
 
 
 class _Handed(NamedTuple):
@@ -39,12 +39,12 @@ def _is_mapping(kind: type) -> bool:
     return issubclass(kind, (UserDict, _Handed))
 
 
-def has_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def has_mappings(args: Args, kwargs: Kwargs) -> bool:
     """Whether there are mappings of the model's, or copies of some, among these arguments of a layer."""
     return any(map(_is_mapping, map(type, (*args, *kwargs.values()))))
 
 
-def with_copies(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def with_copies(run: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Calls ``run(args, kwargs)``, which comes to :func:`run_with_mappings`, with copies of the mappings among the arguments,
     which pytree may rebuild. Applies the layer's changes to the model's mappings; returns the layer's own output."""
     if not has_mappings(args, kwargs):
@@ -58,7 +58,7 @@ def with_copies(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return result.output
 
 
-def run_with_mappings(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_with_mappings(forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Calls a layer's own forward. If mappings were passed to it, the result is for :func:`with_copies`."""
     if _Handed not in map(type, (*args, *kwargs.values())):
         return forward(*args, **kwargs)
@@ -70,7 +70,7 @@ def run_with_mappings(forward: Callable[..., Any], args: tuple[Any, ...], kwargs
     return _Returned(output, tuple({k: ... if k in was and v is was[k] else v for k, v in now.items()} for now, was in pairs))
 
 
-def _replaced(kind: type, others: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _replaced(kind: type, others: Sequence[Any], args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
     """The arguments with these in the places of those of a kind, in order."""
     unused = iter(others)
     found = [next(unused) if isinstance(value, kind) else value for value in (*args, *kwargs.values())]
@@ -78,7 +78,7 @@ def _replaced(kind: type, others: Sequence[Any], args: tuple[Any, ...], kwargs: 
 
 
 @contextlib.contextmanager
-def no_writes_into(args: tuple[Any, ...], kwargs: dict[str, Any], layer: str) -> Iterator[None]:
+def no_writes_into(args: Args, kwargs: Kwargs, layer: str) -> Iterator[None]:
     """Raises an UnsupportedError for a layer that changes lists, dicts or objects among its arguments in the block: a
     recompute would change them again, and changes by pieces of a batch can't be joined."""
     leaves, structure = tree_flatten((args, kwargs))

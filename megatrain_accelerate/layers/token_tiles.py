@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from megatrain_accelerate.hooks import ModelHook, has_hooks_inside
 from megatrain_accelerate.layers.ambient_state import autocast_again, put_in, random_numbers_put_back
-from megatrain_accelerate.layers.nested_tensors import taken_apart, tensors_in
+from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, taken_apart, tensors_in
 from megatrain_accelerate.layers.proxy import is_proxy
 
 AUTO_TILE_TOKENS = 8192
@@ -33,7 +33,7 @@ AUTO_TILE_TOKENS = 8192
 several billion parameters take a few hundred MiB."""
 
 verdicts: dict[Hashable, str | None] = {}
-"""Why modules run whole, or None; of all engines of the process, by kind of module."""
+"""What trials of modules gave, of all engines of the process, by kind of module and of call; see :func:`reason_against`."""
 
 _PLAIN = (bool, int, float, str, types.NoneType, types.EllipsisType)
 """Arguments that have no tokens; the last stands for a tensor."""
@@ -47,7 +47,7 @@ _MIXING = ("convolution", "_pad", "roll", "shift", "_pool", "fft", "flip", "unfo
 """In operations' names: those that combine tokens at places that they are told."""
 _WEIGHT = 0.01
 """In the place of every weight; which number it is doesn't matter for what depends on what."""
-_TOLERANCE = 0.02
+TOLERANCE = 0.02
 """Between tokens alone and among others, relative to the largest: kernels for other sizes round otherwise, in bf16 by 0.4%."""
 _WORTH_TILING = 2.5
 """What a part makes, in sizes of its output, below which tiles save nothing: a product is 1, with a bias 2 at most."""
@@ -121,7 +121,7 @@ class TokenTiles:
     def tiled_names(self) -> list[str]:
         return [name for name, reason in self.found.items() if reason is None]
 
-    def at_work(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    def at_work(self, args: Args, kwargs: Kwargs) -> contextlib.AbstractContextManager[None]:
         """A call of the layer with these arguments runs in the body."""
         if self.tile_tokens and (shape := tokens_of(args, kwargs)) is not None:
             return self._installed(functools.partial(self._run, shape))
@@ -167,26 +167,15 @@ class TokenTiles:
         if shape is None or shape[0] * shape[1] <= self.tile_tokens:
             return forward(*args, **kwargs)
         call = PartCall(part, forward, args, kwargs)
-        dim = call.token_dim(shape)
-        if dim is None or self._reason_against(call, dim) is not None:
+        dim, reason = call.token_dim(shape), None
+        if dim is not None:
+            # The kind anew each time: a rate of dropout may have been set since.
+            reason = reason_against(part, part.modules(), call.kind(dim), functools.partial(examine, call, dim))
+            self.found[self._parts[part]] = reason
+        if dim is None or reason is not None:
             return forward(*args, **kwargs)
         call.dim, call.length = dim, max(1, self.tile_tokens // (shape[0] if dim else 1))
         return _TiledFunction.apply(call, *call.tensors, *(table[name] for table, name in call.places))
-
-    def _reason_against(self, call: PartCall, dim: int) -> str | None:
-        part, reason = call.part, None
-        if has_hooks_inside(part):  # who watches modules within it should see whole tensors, and each once
-            reason = "hooks are registered inside it"
-        elif any(is_proxy(child) for child in part.modules()):
-            # A trial of theirs would be taken for a call of the layer's, whose result its recompute asks for.
-            reason = "its experts stream in parts"
-        else:
-            kind = call.kind(dim)  # anew each time: a rate of dropout may have been set since
-            if kind not in verdicts:
-                verdicts[kind] = examine(call, dim)
-            reason = verdicts[kind]
-        self.found[self._parts[part]] = reason
-        return reason
 
 
 def code_of(module: nn.Module) -> Hashable:
@@ -203,7 +192,7 @@ def code_of(module: nn.Module) -> Hashable:
     return tuple(parts)
 
 
-def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+def tokens_of(args: Args, kwargs: Kwargs) -> tuple[int, int] | None:
     """(B, T) of a call's hidden states, its first floating tensor of three dimensions or more; None if it has none."""
     tensors = tensors_in((args, kwargs))
     return next(((t.shape[0], t.shape[1]) for t in tensors if t.is_floating_point() and t.dim() >= 3), None)
@@ -212,7 +201,7 @@ def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] 
 class PartCall:
     """One call of a part: its arguments taken apart, to be put together again for each tile."""
 
-    def __init__(self, part: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, part: nn.Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
         self._forward = forward
         self.tensors, self._put_together = taken_apart((args, kwargs))
         self.tensor_count = len(self.tensors)
@@ -332,6 +321,21 @@ def examine(call: PartCall, dim: int) -> str | None:
     return tried_out(call.part, call.tensors[0].device, functools.partial(_examine, call, dim))
 
 
+def reason_against(
+    module: nn.Module, parts: Iterable[nn.Module], kind: Hashable, trial: Callable[[], str | None]
+) -> str | None:
+    """Why a module, with these ``parts``, has to run on whole batches as its author wrote it; None if it needn't. The
+    ``trial`` is for all of its ``kind``."""
+    if has_hooks_inside(module):  # who watches modules within it should see whole tensors, and each once
+        return "hooks are registered inside it"
+    if any(map(is_proxy, parts)):
+        # A trial of theirs would be taken for a call of the layer's, whose result its recompute asks for.
+        return "its experts stream in parts"
+    if kind not in verdicts:
+        verdicts[kind] = trial()
+    return verdicts[kind]
+
+
 def tried_out(module: nn.Module, device: torch.device, trial: Callable[[torch.device], str | None]) -> str | None:
     """Calls ``trial`` with the device to try a module on, which has constants in the place of weights and buffers meanwhile;
     random generators stay as they are, and no mode sees it. Returns what it returns, or why the module can't be tried."""
@@ -380,7 +384,7 @@ def _examine(call: PartCall, dim: int, device: torch.device) -> str | None:
     expected = _part(whole, dim)
     if alone.shape != expected.shape:
         return "it doesn't return one tensor of a row for each token"
-    if float((alone - expected).abs().max()) > _TOLERANCE * float(expected.abs().max()):
+    if float((alone - expected).abs().max()) > TOLERANCE * float(expected.abs().max()):
         return "a token's output depends on its place"
     if watch.made_bytes < _WORTH_TILING * whole.nbytes:
         return "it makes little besides its output"

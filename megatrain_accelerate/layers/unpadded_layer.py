@@ -26,25 +26,19 @@ from torch.overrides import TorchFunctionMode
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.hooks import has_hooks_inside
 from megatrain_accelerate.layers.ambient_state import RandomState
-from megatrain_accelerate.layers.nested_tensors import map_tensors, taken_apart
+from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, map_tensors, taken_apart
 from megatrain_accelerate.layers.padding import RealTokens
-from megatrain_accelerate.layers.proxy import is_proxy
 from megatrain_accelerate.layers.saved_tensors import innermost_hooks
-from megatrain_accelerate.layers.token_tiles import code_of, is_plain, tried_out
+from megatrain_accelerate.layers.token_tiles import TOLERANCE, code_of, is_plain, reason_against, tried_out
 
 _LENGTHS = (3, 5)
 """Tokens of the samples of a trial."""
-_TOLERANCE = 0.02
-"""Allowed difference of a sample alone from itself in the row, as a share of the largest result; see :mod:`.token_tiles`."""
 _HALVES = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD = 256
 """Flash attention takes heads of at most so many numbers, in multiples of 8."""
 
 _REMEDY = "; pad on the left (tokenizer.padding_side = 'left') to have padding computed"
 """For a layer whose attention is another one than when it was tried out."""
-
-verdicts: dict[Hashable, str | None] = {}
-"""For each kind of layer and call, why it computes padding; None if it doesn't. All engines of the process share it."""
 
 
 class _Role(enum.Enum):
@@ -71,11 +65,9 @@ class UnpaddedLayer:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._forward = module, module.forward
         self._found: dict[Hashable, str | None] = {}
-        """The same for this layer, by what may change of it or its call from one step to the next."""
+        """Why the layer computes padding, or None, by what may change of it or its call from one step to the next."""
 
-    def in_a_row(
-        self, real: RealTokens | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[RealTokens | None, tuple[Any, ...], dict[str, Any]]:
+    def in_a_row(self, real: RealTokens | None, args: Args, kwargs: Kwargs) -> tuple[RealTokens | None, Args, Kwargs]:
         """The real tokens, and the layer's arguments as one row of them; None, and they unchanged, where padding is
         computed."""
         if real is None or innermost_hooks() is not None:  # a checkpoint around it runs it again without the tokens
@@ -108,20 +100,15 @@ class UnpaddedLayer:
         return all(map(real.hides_padding_alone, masks))
 
     def _reason_against(self, key: Hashable, rest: Any, call: _Call) -> str | None:
-        if has_hooks_inside(self._module):  # who watches modules within it should see a batch
-            return "hooks are registered inside it"
         children = [child for child in self._module.modules() if child is not self._module]
         # Llama 4 scales queries by the place in the row, from some thousands of tokens on.
         if any(getattr(at, "attn_temperature_tuning", False) and not getattr(at, "use_rope", False) for at in children):
             return "it counts tokens by itself"
-        if any(map(is_proxy, children)):
-            return "its experts stream in parts"  # a trial of theirs would be taken for a call of the layer's
         shapes = tuple((tensor.shape[2:], tensor.dtype, tensor.device.type) for tensor in call.tensors)
         kind = (key, code_of(self._module), shapes, repr(rest))
-        if kind not in verdicts:
-            trial = functools.partial(_examine, call, self._forward)
-            verdicts[kind] = tried_out(self._module, call.tensors[0].device, trial)
-        return verdicts[kind]
+        trial = functools.partial(_examine, call, self._forward)
+        tried = functools.partial(tried_out, self._module, call.tensors[0].device, trial)
+        return reason_against(self._module, children, kind, tried)
 
 
 def _role(tensor: torch.Tensor, real: RealTokens) -> _Role | None:
@@ -269,7 +256,7 @@ def _examine(call: _Call, forward: Callable[..., Any], device: torch.device) -> 
     alone = run([_cut(tensor, role, slice(first, None)) for tensor, role in zip(row, roles, strict=True)])
     for made, expected in zip(whole, alone, strict=True):
         difference = (made[:, first:] - expected).abs().max()
-        if float(difference) > _TOLERANCE * float(expected.abs().max()):
+        if float(difference) > TOLERANCE * float(expected.abs().max()):
             return "a sample's results depend on its place"
     return None
 

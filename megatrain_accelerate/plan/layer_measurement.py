@@ -25,7 +25,7 @@ from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.ambient_state import random_numbers_put_back
 from megatrain_accelerate.layers.attention_results import AtAttention
 from megatrain_accelerate.layers.compiled_layer import without_saving
-from megatrain_accelerate.layers.layer import StreamedLayer
+from megatrain_accelerate.layers.layer import StreamedLayer, bound
 from megatrain_accelerate.layers.micro_batches import BatchSplit
 from megatrain_accelerate.layers.nested_tensors import tensors_in
 from megatrain_accelerate.layers.output_recorder import Recorded
@@ -312,10 +312,7 @@ class _Measurement:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], memory_budget: float = 1.0) -> tuple[Any, Recorded]:
         with output_recorder.apart() as recorded:
-            if self._captures is not None:
-                output = self._compiled.run(self._layer, self._captures, args, kwargs, memory_budget, self._row)
-            else:
-                output = self._layer.run(args, kwargs, self._row)
+            output = self._compiled.run(self._layer, self._captures, args, kwargs, memory_budget, self._row)
         return output, recorded
 
     @contextlib.contextmanager
@@ -325,7 +322,7 @@ class _Measurement:
         views = self._slot.views(self._layer.unit.layout)
         weights = [self._weight(view.data, flag) for view, flag in zip(views, self._layer.trained_now(), strict=True)]
         wanted = [tensor for tensor in [*tensors_in(arguments), *weights] if tensor.requires_grad]
-        with self._slot.read_by(self), self._layer.bound(weights), torch.enable_grad():
+        with self._slot.read_by(self), bound(self._layer, weights), torch.enable_grad():
             yield arguments, wanted
 
     def _saving(self) -> saved_tensors_hooks:

@@ -54,7 +54,7 @@ def batch(length: int = 64) -> torch.Tensor:
 def held_tensors(run: Training) -> list[torch.Tensor]:
     """What the engine holds between steps, on the host and on the device."""
     runtime = run.engine.runtime
-    found = [*run.model.parameters(), *run.model.buffers(), runtime.norms.norms, runtime.calls.anchor]
+    found = [*run.model.parameters(), *run.model.buffers(), runtime.norms.norms, runtime.expert_streams.anchor]
     found += [runtime.gradient_sums.buffer]  # type: ignore[list-item]
     found += [
         slot.buffer for slot in [*runtime.prefetcher.slots, *runtime.offloader.slots, *runtime.prefetcher.own_slots.values()]
