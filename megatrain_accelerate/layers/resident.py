@@ -11,6 +11,7 @@ import torch
 
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.watched_parameters import unwatched
+from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.gather import Gather
 from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_range
@@ -19,8 +20,8 @@ from megatrain_accelerate.transfer.streams import Streams
 
 class ResidentGroup:
     """One module's own parameters, outside all layers, which stand behind ``layers_before`` of them. After each step the
-    device's copy comes from the unit's weights on the host. Or several ranks gather it from what each has stepped on its
-    device."""
+    device's copy is brought up to date from the unit's weights on the host, or by a gather, if several ranks have each stepped
+    a share on a device."""
 
     def __init__(self, name: str, unit: HostUnit, layers_before: int, *, streams: Streams, meter: Meter) -> None:
         self.name, self.unit, self.layers_before = name, unit, layers_before
@@ -31,9 +32,11 @@ class ResidentGroup:
         self._device_weights: dict[int, torch.Tensor] = {}
         self._buffer: torch.Tensor | None = None
         """Of a group that several ranks share, and that lives on the host: the device's copy of its weights, flat."""
-        self._is_stale = self._is_ungathered = False
-        """Whether this rank's copy is older than the step, and whether all ranks still have to gather it: one that has copied
-        it from the host, alone, gathers with the others all the same."""
+        self._is_stale = False
+        """Whether this rank's copy is older than the last step."""
+        self._is_ungathered = False
+        """Whether the ranks have yet to gather the weights of that step. One that has copied them from the host since must
+        take part all the same."""
         self._readers_finished: Any = None
         """Recorded when the step was taken, before anything reads the weights after it."""
         self.show_device_weights()
@@ -42,7 +45,7 @@ class ResidentGroup:
         """The parameters' data and gradients are on the device, where they compute; called when the unit has moved, too."""
         on_device, device = self.unit.is_on_device, self._streams.device
         self._buffer, self._is_stale, self._is_ungathered = None, False, False
-        # Clones also where the device is the CPU: the device's copies and the host's must not be one there either.
+        # Copies also where the device is the CPU: what computes and what is stepped must not be one there either.
         if on_device:
             weights = [state.weight for state in self.unit.states]
         else:
@@ -60,6 +63,11 @@ class ResidentGroup:
     def device_bytes(self) -> int:
         return sum(state.parameter.nbytes for state in self.unit.states)
 
+    @property
+    def _pushed(self) -> list[ParameterState]:
+        """Those whose weights a step changes."""
+        return [state for state in self.unit.states if state.entry.spec.trainable]
+
     def wait_for_step(self) -> None:
         """Kernels issued after this call read the stepped weights. Raises if the step failed."""
         start = time.perf_counter()
@@ -75,7 +83,7 @@ class ResidentGroup:
 
     def announce_push(self) -> Any:
         """Called when a step is taken: counts the copies to come; returns the event for :meth:`push_weights`."""
-        self._meter.counters.h2d_bytes += self.device_bytes
+        self._meter.counters.h2d_bytes += sum(state.weight.nbytes for state in self._pushed)
         return self._readers_finished_event()
 
     def _readers_finished_event(self) -> Any:
@@ -85,7 +93,8 @@ class ResidentGroup:
         return event
 
     def note_ungathered(self) -> None:
-        """Called instead when a step is taken on the devices of several ranks, of which each has a part of the new weights."""
+        """Called instead of :meth:`announce_push` when several ranks step shares on their devices: each has a part of the new
+        weights."""
         self._is_stale = self._is_ungathered = True
         self._readers_finished = self._readers_finished_event()
 
@@ -99,20 +108,20 @@ class ResidentGroup:
         h2d_stream = self._streams.h2d_stream
         readers_finished_event = self._readers_finished if self._is_stale else self._readers_finished_event()
         with torch.no_grad(), self._streams.on(h2d_stream), named_range(f"megatrain::gather_weights ({self.name})"):
-            # WAR: kernels issued before the step read the old weights, and later ones this rank's own copy.
+            # WAR: kernels issued before the step read the old weights. Later ones may read what this rank has copied since.
             h2d_stream.wait_event(readers_finished_event)
             gather.fetch(self.unit, buffer, self.name, self._meter, h2d_stream)
             self._params_copied_event.record(h2d_stream)
         self._is_stale = self._is_ungathered = False
 
     def push_weights(self, readers_finished_event: Any) -> None:
-        """Issues the copies of the host's weights. Called by the step worker after the step, or when they are needed."""
+        """Issues the copies of the host's weights. Called by the step worker after the step, or by :meth:`wait_for_step`."""
         self._is_stale = False
         h2d_stream = self._streams.h2d_stream
         with torch.no_grad(), self._streams.on(h2d_stream), named_range(f"megatrain::push_weights ({self.name})"):
             # WAR: kernels issued before the step read the old weights.
             h2d_stream.wait_event(readers_finished_event)
-            pushed = [state for state in self.unit.states if state.entry.spec.trainable]
+            pushed = self._pushed
             with self._meter.copying(Cause.H2D, sum(state.weight.nbytes for state in pushed), beside_compute=True):
                 for state in pushed:
                     state.handle.fill(state.weight)

@@ -5,9 +5,9 @@ graph, and its weights' gradients are summed in fp32. The idea is that of chunke
 2305.19370) and of DeepSpeed's tiled MLP (arXiv 2506.13996).
 
 Which parts treat every token alone is tried out on a few tokens, so that no model has to be known by name. Sums, products and
-softmaxes pass NaN on whatever the weights are: if a token that is made NaN spoils no other, and some tokens alone give what
-they give among others, a part may run on one tile after the other. Decisions (which expert, which tokens are dropped) pass no
-NaN on, and random numbers would be others: parts with either aren't taken.
+softmaxes pass NaN on, whatever the weights are. So a part may run on one tile after the other if a token that is made NaN
+makes no other token NaN, and if some tokens alone give what they give among others. Decisions (which expert, which tokens are
+dropped) pass no NaN on, and tiles would draw other random numbers than the whole: parts with either run whole.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ _PART = (2, 3)
 _MIXING = ("convolution", "_pad", "roll", "shift", "_pool", "fft", "flip", "unfold", "im2col", "upsample", "cumsum", "cumprod")
 """In operations' names: those that combine tokens at places that they are told."""
 _WEIGHT = 0.01
-"""In the place of every weight; which number it is doesn't matter for what depends on what."""
+"""What stands for every weight in a trial: which tokens depend on which doesn't hinge on the number."""
 TOLERANCE = 0.02
-"""Between tokens alone and among others, relative to the largest: kernels for other sizes round otherwise, in bf16 by 0.4%."""
+"""The largest difference between tokens alone and among others, relative to the largest number: kernels for other sizes round
+otherwise, in bf16 by 0.4%."""
 _WORTH_TILING = 2.5
-"""What a part makes, in sizes of its output, below which tiles save nothing: a product is 1, with a bias 2 at most."""
+"""Tiles save nothing for a part that makes less than this many times its output: a product makes 1, with a bias 2 at most."""
 _Tile = TypeVar("_Tile")
 _runs_few = False
 _times = 1
@@ -63,8 +64,8 @@ def is_plain(argument: Any) -> bool:
 
 @contextlib.contextmanager
 def few_tiles() -> Iterator[None]:
-    """Loops over tiles run few of them in the body, in every thread (autograd has its own): without data all are alike, and
-    each operation takes as long as a launch."""
+    """Loops over tiles run few of them in the body, in every thread (autograd has its own). For runs without data, where all
+    tiles are alike, and each operation takes as long as a launch."""
     global _runs_few, _times
     before, _runs_few = _runs_few, True
     try:
@@ -74,7 +75,7 @@ def few_tiles() -> Iterator[None]:
 
 
 def times() -> int:
-    """For how many tiles counts what runs now."""
+    """How many tiles the one stands for that runs now."""
     return _times
 
 
@@ -102,8 +103,8 @@ class TokenTiles:
         """Tokens of a tile, those of all samples together; 0 for none. Set by the plan between steps."""
         self._parts = {part: name for name, part in parts}
         self.found: dict[str, str | None] = {}
-        """Why what was called with one row a token so far ran whole, by name; None for what ran by tiles, whose own parts
-        aren't among it."""
+        """For each part that was called so far with a row for each token, by name: why it ran whole, or None if it ran by
+        tiles. Parts within one that ran by tiles aren't listed."""
 
     @classmethod
     def of_layer(cls, layer: nn.Module) -> TokenTiles:
@@ -314,8 +315,8 @@ class _TiledFunction(torch.autograd.Function):
 
 
 def examine(call: PartCall, dim: int) -> str | None:
-    """Tries a part on a few made-up tokens along ``dim``; returns why it isn't to run by tiles, else None. Of the tensors of
-    the ``call`` only shapes, dtypes and the device count."""
+    """Tries a part on a few made-up tokens along ``dim``; returns why it isn't to run by tiles, else None. Uses the shapes,
+    the dtypes and the device of the ``call``'s tensors alone."""
     if any(True for _ in call.part.buffers()):  # statistics, say
         return "it has buffers"
     return tried_out(call.part, call.tensors[0].device, functools.partial(_examine, call, dim))
@@ -329,7 +330,7 @@ def reason_against(
     if has_hooks_inside(module):  # who watches modules within it should see whole tensors, and each once
         return "hooks are registered inside it"
     if any(map(is_proxy, parts)):
-        # A trial of theirs would be taken for a call of the layer's, whose result its recompute asks for.
+        # The proxy would record a trial's call as one of the layer's, and the layer's recompute would look for its result.
         return "its experts stream in parts"
     if kind not in verdicts:
         verdicts[kind] = trial()
@@ -345,11 +346,11 @@ def tried_out(module: nn.Module, device: torch.device, trial: Callable[[torch.de
 
     def constant(tensor: torch.Tensor) -> torch.Tensor:
         number = _WEIGHT if tensor.is_floating_point() else 1
-        # One number stands for a matrix; kernels for all experts want the memory of one.
+        # One number stands for a matrix; but kernels that compute all experts at once want one expert's matrix in memory.
         shape = (1, *tensor.shape[1:]) if tensor.dim() > 2 else ()
         return torch.full(shape, number, dtype=tensor.dtype, device=device).expand(tensor.shape)
 
-    # A part that draws random numbers draws them here too: the forward that asks must find them again in its recompute.
+    # A part that draws random numbers draws them here too. They are put back: a recompute must draw what the forward drew.
     with random_numbers_put_back(device), _disable_current_modes(), torch.no_grad():
         try:
             held = [(table, name, at) for table in tables for name, at in table.items() if at is not None]

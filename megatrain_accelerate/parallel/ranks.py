@@ -48,8 +48,11 @@ class Ranks:
         """How many ranks, this one included, may run on this one's CPUs: all, unless each is bound to those near its GPU."""
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The ``value`` of the rank ``source``, on all ranks. Anything that can be pickled."""
-        return self.gather(value)[source]
+        """The ``value`` of the rank ``source``, on all ranks, itself on that one. Anything that can be pickled."""
+        box = [value]
+        with self._meeting():
+            dist.broadcast_object_list(box, src=source, group=self._control)
+        return box[0]
 
     def gather(self, value: Any) -> list[Any]:
         """The ``value`` of each rank, in their order, on all of them. Anything that can be pickled."""

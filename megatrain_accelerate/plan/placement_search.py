@@ -16,19 +16,20 @@ from megatrain_accelerate.plan.step_profile import StepOutline
 from megatrain_accelerate.plan.step_simulation import StepTime, simulate_step
 
 WORTH_IT = 0.005
-"""Share of a step that a move of weights or states must gain; less isn't worth the memory."""
+"""Share of a step that a change of the placement must gain; less isn't worth the memory."""
 
 INPUTS_WORTH_IT = 0.02
-"""Share that must be gained where the first inputs leave though a step fits with them: host memory is registered for them in
-the first step, and their copies leave those of offloaded layers no pause. Predictions hold: 3.0 % were foreseen and 3.0 %
-measured (3B, 8 x 4,096 tokens, 24 GiB of an H100)."""
+"""Share that must be gained where inputs go to the host though a step fits without that: the first step page-locks host memory
+for them, and their copies give those of offloaded layers no pause. The simulation can be trusted with less: it foresaw 3.0 %
+where 3.0 % were measured (3B, 8 x 4,096 tokens, 24 GiB of an H100)."""
 
 NO_SLOWER = 0.001
 """Share of a step by which the simulation may be wrong about two placements that differ little."""
 
 _WHOLE = (0.0, 1.0)
-"""The only memory budgets with which activations are offloaded. With a budget between, copies of nearly all layers were
-predicted to gain 2 % and lost 6 %: they share the host's memory with AdamW (3B, 8 x 4,096 tokens, 24 GiB of an H200)."""
+"""The memory budgets of layers that aren't kept and of those that are: the only two with which activations are offloaded. With
+budgets between these, offloading nearly all layers was predicted to gain 2 % and lost 6 %, since the copies share the host's
+memory with AdamW (3B, 8 x 4,096 tokens, 24 GiB of an H200)."""
 
 _FEW_ON_DEVICE = 4
 """Numbers of layers on the device, up to a quarter of all, that are tried with each number of offloaded ones."""
@@ -54,9 +55,10 @@ def _leaving_what_counts(placement: Placement) -> Placement:
 
 
 class PlacementSearch:
-    """Finds the fastest placement within a budget: device memory that the step may take besides what the engine holds anyway,
-    and host memory that offloaded activations could take if all units lived on the host. What moves from there makes room.
-    Those of the :class:`Counts` that are ``fixed``, by name, are as they are.
+    """Finds the fastest placement within two budgets: ``budget_bytes`` of device memory for the step, besides what the engine
+    holds under any placement, and ``host_budget_bytes`` of host memory for activations while all units live on the host; each
+    unit that moves to the device adds its own memory to the latter. ``fixed`` are those of the :class:`Counts`, by name, that
+    the settings decide.
 
     Where layers can be compiled with several memory budgets, all neighbouring pairs are tried, unless the settings say how
     many layers are kept or offloaded.
@@ -84,7 +86,8 @@ class PlacementSearch:
 
     @property
     def something_fits(self) -> bool:
-        """Whether there is any placement within the budget; less work than finding the best."""
+        """Whether there is any placement within the budgets; less work than finding the best. The first pair of memory budgets
+        has the lowest one, with which a step takes least."""
         return self._first_that_fits(next(iter(self._budget_pairs))) is not None
 
     def fits(self, placement: Placement) -> bool:
@@ -92,8 +95,8 @@ class PlacementSearch:
         return self._peak_bytes(placement) <= self._budget
 
     def best(self) -> Candidate | None:
-        """The fastest placement that fits; None if none does. Where all of the model fits, nothing streams: AdamW on the
-        host would save a little time of the device, and cost the thread that launches kernels more."""
+        """The fastest placement that fits; None if none does. Where all of the model fits, nothing streams: to let the host
+        step some layers would save the device a little time, and slow the thread that launches kernels by more."""
         if (everything := self.everything()) is not None:
             return everything
         found = [candidate for pair in self._budget_pairs if (candidate := self.best_with(pair)) is not None]
@@ -124,8 +127,8 @@ class PlacementSearch:
         return self._filled(best, found)
 
     def _first_that_fits(self, budgets: tuple[float, float]) -> tuple[Counts, Candidate] | None:
-        """The placement that takes the least, with as few inputs away as it must. One more may be too many for the host,
-        one less for the device."""
+        """The placement that keeps nothing, with the fewest inputs on the host with which it fits: one less may be too many
+        for the device, one more for the host."""
         start = Counts(**self._fixed, budgets=budgets)
         tried = ((counts, self._try(counts)) for counts in self._varied(start, inputs_offloaded=range(self._count + 1)))
         return next(((counts, found) for counts, found in tried if found is not None), None)
@@ -158,6 +161,7 @@ class PlacementSearch:
 
     def _varied(self, at: Counts, **values: Iterable[int]) -> Iterator[Counts]:
         """The counts with each combination of values, but for those that are fixed; those named last vary fastest."""
+        # A number of layers on the device that the user gave doesn't ask for groups there.
         fixed = {*self._fixed, "groups_on_device"} if "on_device" in self._fixed else self._fixed
         free = {name: tried for name, tried in values.items() if name not in fixed}
         for combination in itertools.product(*free.values()):
@@ -165,8 +169,8 @@ class PlacementSearch:
             yield dataclasses.replace(at, **changes)
 
     def _variations(self, budgets: tuple[float, float]) -> Iterator[Callable[[Counts], Iterable[Counts]]]:
-        """What makes others of some counts. Of two kinds each may be worth nothing without the other: inputs, or whole layers,
-        that leave make room for what is kept of attention, for activations or for the states of many more layers."""
+        """Functions that each list variations of given counts. Some vary two counts at once, since one gains nothing without
+        the other: inputs that go to the host make room for kept attention, whole layers for activations or more states."""
         vary, both = self._varied, (False, True)
         some = sorted({round(i * self._count / 12) for i in range(13)})  # from none to all
 
@@ -181,7 +185,7 @@ class PlacementSearch:
         yield lambda at: vary(at, groups_on_device=[not at.groups_on_device])
         yield lambda at: vary(at, groups_on_device=(at.groups_on_device, not at.groups_on_device), on_device=some)
         yield lambda at: vary(at, on_device=near(at.on_device, 3, ()), groups_on_device=both)
-        # Of one process a layer that lives there whole takes little more, and isn't fetched.
+        # In one process a whole layer on the device takes little more than its states, and isn't fetched.
         moves_states = self._model.ranks > 1 and "states_on_device" not in self._fixed
         if moves_states:
             yield lambda at: vary(
@@ -219,7 +223,7 @@ class PlacementSearch:
         return Candidate(placement, peak, self._time(_leaving_what_counts(placement)))
 
     def _peak_bytes(self, placement: Placement) -> int:
-        """As :func:`peak_bytes`, but what is the same wherever groups live is reckoned once."""
+        """Of a step, with what the engine holds. A step's own bytes don't depend on where groups live: they are cached."""
         step = dataclasses.replace(_leaving_what_counts(placement), groups_on_device=False)
         return held_bytes(self._model, placement) + self._step_bytes(step)
 

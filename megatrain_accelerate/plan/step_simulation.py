@@ -2,8 +2,8 @@
 
 It is a small simulation of the pipeline: the device's compute, the two directions of the link, and the host's optimizer, each
 a resource that does one thing at a time, over three steps of which the last counts. The optimizer and the link's copies share
-the host's memory: while it steps, copies go at a share of their speed. It goes at 90% beside copies of weights, and at
-``Machine.step_share_beside_copies`` of that while the forward above it sends activations.
+the host's memory: while the optimizer steps, copies go at a share of their speed. The optimizer's own speed is one that was
+measured beside copies of weights; while activations leave, ``Machine.step_share_beside_copies`` of it is left.
 
 Of several ranks one is simulated. Gradients are exchanged before they go to the host, in the same order, and a rank copies and
 steps its share. Of several machines each sends the others their shares of what its ranks have added up, and gets as much;
@@ -25,10 +25,10 @@ from megatrain_accelerate.plan.step_memory import OpCosts
 from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepOutline
 
 _NORM_BYTES = 2
-"""Device memory traffic of a norm, a parameter: on the device it is taken apart from the step."""
+"""Bytes a parameter that the device reads for the gradients' norm, which it takes apart from the step."""
 
 _LOST_TO_EXCHANGE = 0.15
-"""Of the device's compute while gradients are exchanged: collectives take some of its multiprocessors."""
+"""Share of the device's compute that is lost while gradients are exchanged: collectives take some of its multiprocessors."""
 
 
 class Resource:
@@ -51,6 +51,11 @@ class Resource:
         self.spans.append((start, self.free_at))
         return self.free_at
 
+    def wait_until(self, moment: float) -> float:
+        """What is queued from now on begins at this moment at the earliest; returns when it can begin."""
+        self.free_at = max(self.free_at, moment)
+        return self.free_at
+
 
 def end_beside(spans: list[tuple[float, float]], start: float, seconds: float, share: float) -> float:
     """When something is over that takes ``seconds`` alone, and goes at a share of that speed in these spans."""
@@ -63,7 +68,7 @@ def end_beside(spans: list[tuple[float, float]], start: float, seconds: float, s
         left -= max(0.0, begin - now)
         now = max(now, begin)
         done = (end - now) * share
-        if left <= done:
+        if share and left <= done:
             return now + left / share
         left -= done
         now = end
@@ -77,7 +82,7 @@ class Link(Resource):
         super().__init__()
         self._bytes_per_second, self._share, self._optimizer = bytes_per_second, share, optimizer
         self._of_steps = Resource()
-        """Copies of steps on the device."""
+        """Copies for the steps of units whose states live on the device."""
 
     def copy_between(self, size_bytes: int, start: float) -> float:
         """A copy that finds its place between queued ones: it takes the link's time, and waits for none."""
@@ -86,13 +91,13 @@ class Link(Resource):
         return end
 
     def copy_of_step(self, size_bytes: int, not_before: float) -> float:
-        """A copy of a step on the device, beside such a copy the other way, and behind those of steps before it."""
+        """A copy for a unit's step on the device, beside such a copy the other way, and behind those of earlier steps."""
         seconds = size_bytes / (self._bytes_per_second * self._share)
         self.busy += seconds
         return self._of_steps.work(seconds, not_before)
 
     def copy(self, size_bytes: int, not_before: float = 0.0, steps_first: bool = False) -> float:
-        """Queues a copy; returns when it is over. With ``steps_first`` it goes when no copy of a step does."""
+        """Queues a copy; returns when it is over. With ``steps_first`` it pauses during copies for steps on the device."""
         start = max(self.free_at, not_before)
         end = self.copy_between(size_bytes, start)
         self.free_at = end_beside(self._of_steps.spans, start, end - start, 0.0) if steps_first else end
@@ -161,6 +166,8 @@ class _CallSeconds:
 
 
 class _Pipeline:
+    """The resources of one rank, and when each has done what a step asked of it so far."""
+
     def __init__(self, outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> None:
         self.outline = outline.at(*placement.budgets)
         self.model, self.placement, self.machine = model, placement, machine
@@ -179,7 +186,7 @@ class _Pipeline:
         """When a layer, or a part of its experts by its place, was stepped."""
         self.before_at = self.after_at = 0.0
         self.may_arrive_at = 0.0
-        """When the gradients of the next step on the device may come."""
+        """When the gradients may come of the next unit that is stepped on the device."""
         self.slots, self.part_slots = Slots(model.slots, self.h2d), Slots(model.slots, self.h2d)
         self.gradients_out = collections.deque([0.0] * GRADIENT_SLOTS, GRADIENT_SLOTS)
         """When the last gradients to leave were gone, of each slot."""
@@ -204,7 +211,7 @@ class _Pipeline:
         placement = self.placement
         copies = _ActivationCopies(self)
         fetched_at: float | None = None
-        self.compute.work(0.0, self.before_at)
+        self.compute.wait_until(self.before_at)
         events, last_forward = self.outline.events, self.last_forward
         for position, event in enumerate(events):
             self.compute.work(self.outside_seconds[position])
@@ -226,7 +233,7 @@ class _Pipeline:
                 elif event.layer not in placement.inputs_offloaded:
                     again -= seconds.experts
                 elif event.layer in self.model.parts:
-                    # Experts' results don't wait: all parts come once more.
+                    # Results of experts aren't kept where inputs leave: all parts come once more to compute them again.
                     self._compute_call(event, again, ready)
                     again = 0.0
                 end = self._compute_call(event, again + seconds.backward, ready, is_last)
@@ -241,7 +248,7 @@ class _Pipeline:
                 end = self._compute_call(event, seconds.kept_forward if remembers else seconds.forward, ready)
                 copies.leave(end)
                 if position == last_forward:
-                    self.compute.work(0.0, self.after_at)
+                    self.compute.wait_until(self.after_at)
             if event.layer not in placement.on_device:
                 self.slots.use(event.layer, end)
             # The next layer's weights are fetched before activations come back ahead of their time.
@@ -250,7 +257,7 @@ class _Pipeline:
                 copies.bring_ahead(event.layer, issued_at)
         self.compute.work(self.outline.tail_costs.seconds(self.machine))
         for unit in [*self.model.groups_after, *self.model.groups_before]:
-            self.compute.work(0.0, self._exchange(2 * unit.gradient_bytes, self.compute.free_at))
+            self.compute.wait_until(self._exchange(2 * unit.gradient_bytes, self.compute.free_at))
             if is_last and not placement.groups_on_device:
                 sum_bytes = unit.sum_bytes if self.model.micro_batches > 1 else 0
                 self.d2h.copy((unit.gradient_bytes + sum_bytes) // self.model.ranks, self.compute.free_at)
@@ -264,7 +271,7 @@ class _Pipeline:
             return self.compute.work(seconds, ready)
         pieces = self.outline.profiles[event.kind].pieces
         keyed = [((event.layer, place), part) for place, part in enumerate(parts)]
-        end, out = self.compute.work(0.0, ready), 0.0
+        end, out = self.compute.wait_until(ready), 0.0
         for piece in range(pieces):
             for key, part in keyed if is_last is None else reversed(keyed):
                 filled_at = self.part_slots.filled_at(key, part.weight_bytes, self.applied[key])
@@ -287,7 +294,7 @@ class _Pipeline:
             return computed_at
         seconds = size_bytes / self.model.exchange_bytes
         self.compute.work(_LOST_TO_EXCHANGE * seconds)
-        return self.d2h.work(0.0, self._over_network(size_bytes, self.d2h.work(seconds, computed_at)))
+        return self.d2h.wait_until(self._over_network(size_bytes, self.d2h.work(seconds, computed_at)))
 
     def _over_network(self, size_bytes: int, not_before: float) -> float:
         """A machine sends the others' shares of so many bytes, and gets as many; returns when they have arrived."""
@@ -298,8 +305,8 @@ class _Pipeline:
 
     def _send_gradients(self, unit: UnitSizes, computed_at: float, is_added: bool = False, is_part: bool = False) -> float:
         """A unit's gradients go to the host, ``is_added`` to some of the same backward; returns when they are there. A part of
-        experts is nearly one rank's alone (``is_part``): that one gets what all others send, and copies it alone, beside the
-        exchange of the next parts at best."""
+        experts is nearly one rank's alone (``is_part``): that one gets what all others send, and copies all of it to the host.
+        At best other ranks' parts are exchanged meanwhile, so that a part counts as the mean of a whole copy and a share's."""
         ranks, size_bytes = self.model.ranks, unit.gradient_bytes
         exchanged_at = self._exchange(size_bytes * (ranks if is_part else 1), computed_at)
         out = self.d2h.copy(size_bytes * ((ranks + 1) if is_part else 2) // (2 * ranks), exchanged_at)
@@ -313,7 +320,9 @@ class _Pipeline:
         """The host steps this rank's share of a unit, or the device does; returns when it has, and other machines' shares have
         come."""
         traffic, size_bytes = unit.step_traffic / self.model.ranks, unit.gradient_bytes // self.model.ranks
-        if on_device:  # gradients come, those of the next unit behind them, and as many bytes of weights leave
+        if on_device:
+            # Gradients come from the host, the device steps, and as many bytes of weights leave. The host's thread waits for
+            # that, and isn't busy. In a backward the next unit's gradients come after it, else once this step has begun.
             seconds = traffic / self.machine.device_bytes
             self.compute.work(seconds)
             arrived = self.h2d.copy_of_step(size_bytes, max(self.may_arrive_at, not_before))
@@ -327,7 +336,7 @@ class _Pipeline:
     def step(self) -> None:
         """Called when every gradient is on the host: what ``optimizer.step()`` does."""
         model, placement = self.model, self.placement
-        now = self.compute.work(0.0, self.d2h.free_at)
+        now = self.compute.wait_until(self.d2h.free_at)
         self.before_at = self._step_and_push(model.groups_before, now)
         for layer, unit in enumerate(model.layers if not model.steps_in_backward else ()):
             if layer not in placement.on_device:
@@ -337,13 +346,13 @@ class _Pipeline:
         self.after_at = self._step_and_push(model.groups_after, now)
         self.slots.forget()
         self.part_slots.forget()
-        self.compute.work(0.0, self.compute.free_at + self.machine.step_overhead)
+        self.compute.wait_until(self.compute.free_at + self.machine.step_overhead)
         stepped_bytes = sum(unit.step_traffic + _NORM_BYTES * unit.parameters for unit in model.on_device(placement))
         self.compute.work(stepped_bytes / self.machine.device_bytes)
 
     def _step_and_push(self, units: Sequence[UnitSizes], now: float) -> float:
-        """Steps the states of groups that are on the host, or come to the device for it; returns when their weights are on the
-        device. These are issued when a step is over, while layers are stepped."""
+        """Steps groups whose states live on the host; returns when their weights are on the device. Where layers have states
+        on the device, these groups' are stepped there too. Their weights are sent while layers are stepped."""
         if self.placement.groups_on_device:
             return now
         comes, model = bool(self.placement.states_on_device), self.model
@@ -370,10 +379,10 @@ class _ActivationCopies:
         self._back: dict[int, float] = {}
 
     def make_room(self) -> None:
-        """The next call begins: what left before the one before it must be gone."""
+        """The next call begins: at most one earlier call's activations may still be leaving, and it is near enough."""
         self._call += 1
         while len(self._leaving) > 1 or (self._leaving and self._leaving[0] < self._call - self._spacing):
-            self._pipeline.compute.work(0.0, self._gone[self._leaving.popleft()])
+            self._pipeline.compute.wait_until(self._gone[self._leaving.popleft()])
 
     def leave(self, computed_at: float) -> None:
         """The call's activations begin to leave."""
@@ -388,7 +397,7 @@ class _ActivationCopies:
         return self._back.get(call, 0.0)
 
     def bring_ahead(self, layer: int, issued_at: float) -> None:
-        """Those of layers begin to come that are near to this one in backward."""
+        """Activations of the next layers in backward begin to come back."""
         call = self._last_call[layer]
         for ahead in range(call - 1, max(-1, call - self._spacing - 1), -1):
             self._bring_back(ahead, issued_at)

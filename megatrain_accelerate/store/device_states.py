@@ -1,9 +1,9 @@
 """States on the device: those of a process's share of a unit, which it steps there while the unit stays on the host.
 
 Each of several ranks has its share alone, so that states of a model which are too large for one GPU fit all of them together,
-as with ZeRO (arXiv 1910.02054). The step comes to them: gradients are copied to the device, and the weights that it
-makes back to the host, from where any rank can fetch them. Ranks that gather them take their shares from their devices.
-Residuals and moments on the host are old meanwhile, until :meth:`DeviceStates.leave`.
+as with ZeRO (arXiv 1910.02054). For a step gradients are copied to the device, and the stepped weights back to the host, from
+where any rank can fetch them. Ranks that gather weights each give the share that is on their own device. Residuals and moments
+on the host aren't valid meanwhile, until :meth:`DeviceStates.leave`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StepDevice:
         """These gradients on the device: what is issued to the step stream from now on sees them."""
         if any(other is gradients for other in self.expected):
             while self.expected.popleft() is not gradients:
-                continue  # of a step that was taken, and not applied
+                continue  # of a step that was called for, and not applied
         if self._coming is not gradients:
             self._bring(gradients)
         self.streams.step_stream.wait_event(self._arrived_event)
@@ -67,8 +67,8 @@ class StepDevice:
         return self._buffer[: gradients.numel()]
 
     def bring_next(self) -> None:
-        """The gradients that are expected next begin to come. Called when the kernels of a step are launched, for which a
-        table is copied to the device, too: behind these gradients it would come late."""
+        """The gradients that are expected next begin to come. Called behind the launch of a step's kernels, which copies a
+        small table to the device: that would otherwise wait behind these gradients."""
         if self.expected:
             self._bring(self.expected[0])  # WAR: the last step that read the other buffer is over
 
@@ -89,9 +89,10 @@ class DeviceStates:
         """True from a step to the next :meth:`leave`. While False the host's states are valid, and the next step copies them
         here first."""
         self.read_event = where.streams.event()
-        """Recorded behind each copy of :meth:`weights_of`, which the next step waits for (WAR)."""
+        """Recorded by whoever has copied what :meth:`weights_of` returned; the next step waits for it (WAR)."""
         self._shown_versions: dict[int, int] = {}
-        """Of tensors that show the host's states, by ``id``, since the last :meth:`leave`."""
+        """``_version`` of each tensor that shows the host's states to the user, by ``id``, as first seen since the last
+        :meth:`leave`."""
         count, device = share.end - share.begin, where.device
         self._weights = torch.empty(share.end_byte - share.begin_byte, dtype=torch.uint8, device=device)
         self._residuals = torch.empty(share.split_elements, dtype=torch.int16, device=device)
@@ -120,16 +121,16 @@ class DeviceStates:
 
     def weights_of(self, part: slice) -> tuple[slice, torch.Tensor] | None:
         """The bytes of this part of the unit's weights that are on the device, and their place. To be called while no step of
-        the unit is queued; whoever copies them records :attr:`read_event`. None where there are none, and while the host's
-        states are valid, whose weights may be written to."""
+        the unit is queued; whoever copies them records :attr:`read_event`. None if the share has none of the part, or while
+        the host's states are valid: somebody may have written to the weights there."""
         begin, end = max(part.start, self._share.begin_byte), min(part.stop, self._share.end_byte)
         if not self._is_current or begin >= end:
             return None
         return slice(begin, end), self._weights[begin - self._share.begin_byte : end - self._share.begin_byte]
 
     def step(self, host: FlatStates, segments: Sequence[Segment], expected: torch.Tensor | None) -> None:
-        """Steps the segments, which lie in the share, from the gradients of ``host``, the unit's whole states there, or those
-        that were ``expected``. The stepped weights are on the host, too, when this returns."""
+        """Steps the segments, which lie in the share. ``host`` are the states of the whole unit on the host; the gradients are
+        those that :meth:`expect` returned, or the host's. The stepped weights are on the host, too, when this returns."""
         share, where = self._share, self._where
         assert host.gradients is not None
         on_host = host.gradients[share.bytes] if expected is None else expected

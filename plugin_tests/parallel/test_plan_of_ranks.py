@@ -53,7 +53,7 @@ def planned(run: Training) -> dict[str, Any]:
 
 
 def out_of_memory(*_: Any) -> None:
-    raise torch.OutOfMemoryError("as the planner says")
+    raise torch.OutOfMemoryError("as the planner says") from LookupError("where it began")
 
 
 def main() -> None:
@@ -63,8 +63,9 @@ def main() -> None:
     run = training(rank)
     sizes = repr(dataclasses.replace(run.engine.device_plan.model_sizes(), exchange_bytes=1e11, fetch_share=0.5, slot_bytes=0))
     run.engine.device_plan.foresee = out_of_memory  # type: ignore[method-assign]
-    with pytest.raises(torch.OutOfMemoryError, match="as the planner says"):
+    with pytest.raises(torch.OutOfMemoryError, match="as the planner says") as raised:
         run.step(token_batches(1, length=LENGTHS[rank][0])[0])
+    assert isinstance(raised.value.__cause__, LookupError) == (rank == 1), "the planner's own error, with its cause"
     del run.engine.device_plan.foresee
     for length in LENGTHS[rank]:
         run.step(token_batches(1, length=length)[0])
