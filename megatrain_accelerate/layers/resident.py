@@ -11,7 +11,6 @@ import torch
 
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.watched_parameters import unwatched
-from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.gather import Gather
 from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_range
@@ -63,11 +62,6 @@ class ResidentGroup:
     def device_bytes(self) -> int:
         return sum(state.parameter.nbytes for state in self.unit.states)
 
-    @property
-    def _pushed(self) -> list[ParameterState]:
-        """Those whose weights a step changes."""
-        return [state for state in self.unit.states if state.entry.spec.trainable]
-
     def wait_for_step(self) -> None:
         """Kernels issued after this call read the stepped weights. Raises if the step failed."""
         start = time.perf_counter()
@@ -83,7 +77,7 @@ class ResidentGroup:
 
     def announce_push(self) -> Any:
         """Called when a step is taken: counts the copies to come; returns the event for :meth:`push_weights`."""
-        self._meter.counters.h2d_bytes += sum(state.weight.nbytes for state in self._pushed)
+        self._meter.counters.h2d_bytes += self.device_bytes
         return self._readers_finished_event()
 
     def _readers_finished_event(self) -> Any:
@@ -121,7 +115,7 @@ class ResidentGroup:
         with torch.no_grad(), self._streams.on(h2d_stream), named_range(f"megatrain::push_weights ({self.name})"):
             # WAR: kernels issued before the step read the old weights.
             h2d_stream.wait_event(readers_finished_event)
-            pushed = self._pushed
+            pushed = [state for state in self.unit.states if state.entry.spec.trainable]
             with self._meter.copying(Cause.H2D, sum(state.weight.nbytes for state in pushed), beside_compute=True):
                 for state in pushed:
                     state.handle.fill(state.weight)
