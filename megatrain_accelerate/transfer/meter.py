@@ -140,7 +140,7 @@ class Meter:
         streams = self.streams
         holds_up = not streams.is_cuda and not beside_compute
         if not beside_compute:
-            vars(self.counters)[direction + "_bytes"] += copied_bytes
+            self.counters.add(direction, bytes=copied_bytes)
 
         def add(copy_ms: float) -> None:
             self.counters.add(direction, copied_bytes=copied_bytes, copy_ms=copy_ms, wait_ms=copy_ms if holds_up else 0.0)
