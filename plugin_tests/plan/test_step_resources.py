@@ -50,6 +50,13 @@ def test_work_that_follows_at_once_is_one_span() -> None:
     assert optimizer.free_at == 12.0
     assert end_beside(optimizer.spans, 0.0, 3.0, 0.5) == pytest.approx(5.25)  # at work from 0 to 4.5
     assert end_beside(optimizer.spans, 10.0, 1.0, 0.5) == 12.0
+    assert end_beside(optimizer.spans, 11.0, 0.0, 0.0) == 12.0, "what stands still meanwhile ends behind it, whatever is left"
+
+
+def test_what_is_queued_waits_for_a_moment_which_is_no_work() -> None:
+    resource = Resource()
+    assert (resource.wait_until(2.0), resource.wait_until(1.0)) == (2.0, 2.0)
+    assert (resource.work(1.0), resource.busy, resource.spans) == (3.0, 1.0, [(2.0, 3.0)])
 
 
 def test_copies_of_steps_follow_each_other_and_what_waits_for_them_takes_the_gaps() -> None:
