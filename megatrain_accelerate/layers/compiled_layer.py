@@ -7,8 +7,10 @@ that record something inside (router logits), which is returned beside the outpu
 
 What backward computes again the compiler's partitioner decides: at a *memory budget* of 1.0 it saves all that backward reads,
 at 0.0 the inputs alone, and between them it gives up first what costs little to compute again
-(``torch._functorch.config.activation_memory_budget``). Each budget has a graph of its own, which rounds in its own way. In
-backward other random numbers would be drawn: a graph that draws some saves everything, and a checkpoint runs the layer again.
+(``torch._functorch.config.activation_memory_budget``). Attention's results are saved by each budget above 0.0: the partitioner
+weighs tensors, and doesn't see what an operation costs that gives several. Each budget has a graph of its own, which rounds in
+its own way. In backward other random numbers would be drawn: a graph that draws some saves everything, and a checkpoint runs
+the layer again.
 """
 
 from __future__ import annotations
@@ -28,12 +30,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._mode_utils import no_dispatch
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers import output_recorder
-from megatrain_accelerate.layers.attention_results import drop_rate
+from megatrain_accelerate.layers.attention_results import drop_rate, is_attention
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, tensors_in
 from megatrain_accelerate.layers.output_recorder import Captures
@@ -53,11 +56,15 @@ MOST_KINDS = 8
 RECOMPILE_LIMIT = 16
 """Graphs of one kind of layers: masks, attributes, sizes. Dynamo's own limit is 8; one that reads a counter should give up."""
 
-CANDIDATES = (0.2, 0.4, 0.6, 0.8)
-"""Budgets that are tried between 0.0 and 1.0; several may give one and the same graph."""
+CANDIDATES = (0.01, 0.1, 0.2, 0.4, 0.6, 0.8)
+"""Budgets that are tried between 0.0 and 1.0; several may give one and the same graph. The least saves little but attention's
+results, which cost the most time for their bytes."""
 
 _FLOPS_PER_BYTE = 200.0
 """Matrix products that a GPU computes while it moves a byte of its memory: about 100 to 250 on all that compute in bf16."""
+
+_ATTENTION_SLOWNESS = 1.5
+"""Time of attention's forward beside a matrix product of as many operations."""
 
 _LEAST_DIFFERENCE = 0.03
 """Share of the activations by which two budgets must differ to count as two."""
@@ -146,6 +153,10 @@ def _draws(node: torch.fx.Node) -> bool:
         return False
     rate = drop_rate(operation, node.args, node.kwargs)
     return rate is None or bool(rate)
+
+
+def _is_attention(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and is_attention(node.target)
 
 
 class CompiledLayers:
@@ -343,8 +354,8 @@ def _pad_keys(graph: torch.fx.Graph) -> None:
 
 
 def _looking_at(kind: _Kind) -> Any:
-    """A pass of Inductor's over the graph of forward and backward, before it is parted: one that draws saves everything. It
-    only looks, so that what is compiled is cached as without it."""
+    """A pass of Inductor's over the graph of forward and backward, before it is parted: one that draws saves everything, and
+    another one attention's results, by a mark for the partitioner, which ignores it at a budget of 0.0."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Look(CustomGraphPass):
@@ -352,9 +363,11 @@ def _looking_at(kind: _Kind) -> Any:
             if any(map(_draws, graph.nodes)):
                 kind.is_random = True
                 torch._functorch.config.activation_memory_budget = 1.0  # until the end of this compilation
+            for node in filter(_is_attention, graph.nodes):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
         def uuid(self) -> str:
-            return "megatrain_accelerate: random numbers"
+            return "megatrain_accelerate: random numbers, attention"
 
     return Look()
 
@@ -411,10 +424,17 @@ def _saved_and_recomputed(
     with torch._functorch.config.patch(activation_memory_budget=value):
         forward, backward = min_cut_rematerialization_partition(torch.fx.GraphModule(graph, copied), inputs, **options)
     outputs = next(node for node in forward.graph.nodes if node.op == "output").args[0]
-    saved = {node for node in outputs[options["num_fwd_outputs"] :] if node.op != "placeholder"}
+    given = {_storage(node) for node in forward.graph.nodes if node.op == "placeholder"}
+    saved = {_storage(node): _bytes(node) for node in outputs[options["num_fwd_outputs"] :]}
     made = {node.name for node in forward.graph.nodes if node.op == "call_function"}
     again = [node for node in backward.graph.nodes if node.op == "call_function" and node.name in made]
-    return sum(map(_bytes, saved)), sum(map(_costs, again))
+    return sum(size for storage, size in saved.items() if storage not in given), sum(map(_costs, again))
+
+
+def _storage(node: torch.fx.Node) -> Any:
+    """What a tensor shares with its views; anything else is alone."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
 
 
 def _bytes(node: torch.fx.Node) -> int:
@@ -433,11 +453,17 @@ def _concrete(value: Any) -> Any:
 
 
 def _costs(node: torch.fx.Node) -> float:
+    given: Any = torch.fx.map_arg((node.args, node.kwargs), lambda argument: _concrete(argument.meta.get("val")))
+    args, kwargs = given
+    if _is_attention(node):
+        query, key = args[:2]
+        # Samples in one row (T tokens, heads, head size) come with the longest one's length.
+        keys = args[6] if query.dim() == 3 else key.shape[-2]
+        is_causal = any(argument is True for argument in (*args, *kwargs.values()))
+        return _ATTENTION_SLOWNESS * (2.0 if is_causal else 4.0) * query.numel() * keys / _FLOPS_PER_BYTE
     formula: Callable[..., Any] | None = flop_registry.get(getattr(node.target, "_overloadpacket", None))
     if formula is not None:
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: _concrete(argument.meta.get("val")))
-        with contextlib.suppress(Exception):  # grouped-query attention, which torch's formula refuses
-            return float(formula(*args, **kwargs, out_val=_concrete(node.meta["val"]))) / _FLOPS_PER_BYTE
+        return float(formula(*args, **kwargs, out_val=_concrete(node.meta["val"]))) / _FLOPS_PER_BYTE
     return float(_bytes(node))
 
 

@@ -18,7 +18,8 @@ class Placement:
     attention_kept: frozenset[int] = frozenset()
     """Recomputed layers whose attention isn't computed again: its results wait until backward."""
     inputs_offloaded: frozenset[int] = frozenset()
-    """Layers whose inputs and kept results of attention wait in host memory until backward, if they are recomputed."""
+    """Layers whose inputs wait in host memory until backward, if they are recomputed, and with them what else these save: kept
+    results of attention, or what a compiled layer's memory budget spares of the recompute."""
     budgets: tuple[float, float] = (0.0, 1.0)
     """Memory budgets of compiled layers, from 0 (saves the inputs alone) to 1 (saves everything): of those that are neither
     kept nor offloaded, and of those that are."""

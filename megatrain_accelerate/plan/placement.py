@@ -220,8 +220,10 @@ def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
     outline, sent = outline.at(*placement.budgets), []
     for event in outline.forward_calls:
         profile = outline.profiles[event.kind]
-        # Attention's results wait where the inputs do.
-        waiting = profile.input_bytes + profile.attention_bytes * (event.layer in placement.attention_kept)
+        # What a recomputed layer saves besides its inputs waits where they do.
+        waiting = (
+            profile.input_bytes + profile.attention_bytes * (event.layer in placement.attention_kept) + profile.lean_bytes
+        )
         leaving = profile.offloaded_bytes * (event.layer in placement.offloaded)
         sent.append(leaving + waiting * placement.offloads_inputs(event.layer))
     return sent

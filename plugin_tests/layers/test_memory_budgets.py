@@ -19,7 +19,7 @@ from torch import nn
 from torch._inductor import config as inductor_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatrain_accelerate.layers.compiled_layer import MemoryBudget
+from megatrain_accelerate.layers.compiled_layer import CANDIDATES, MemoryBudget
 from megatrain_accelerate.layers.saved_tensors import SavedTensors, SlotPlace
 
 pytestmark = [
@@ -199,6 +199,21 @@ def test_budgets_save_what_was_foretold_without_compiling_them() -> None:
     middle = budgets[1]
     share = (saved_bytes((middle.value, 1.0)) - least) / (most - least)
     assert share == pytest.approx(middle.saved_share, abs=0.02)
+
+
+@pytest.mark.parametrize(("budget", "times"), [(0.0, 2), (CANDIDATES[0], 1)])
+def test_attention_is_computed_again_at_the_lowest_memory_budget_alone(budget: float, times: int) -> None:
+    model = qwen2(attn_implementation="sdpa").train()
+    engine = attach(model, bf16=False, compile_layers=True, kept_layers=0)
+    place(engine.device_plan, dataclasses.replace(engine.device_plan.made.placement, budgets=(budget, 1.0)))
+    ids = token_batches(1, 2, 16)[0]
+    for is_compiled in (False, True):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model(input_ids=ids, labels=ids).loss.backward()
+        if is_compiled:
+            calls = {event.key: event.count for event in profile.key_averages()}
+            assert calls["aten::_scaled_dot_product_flash_attention_for_cpu"] == times * LAYERS
+    engine.close()
 
 
 DROPPING: dict[str, Callable[[], nn.Module]] = {

@@ -595,6 +595,15 @@ def test_a_layer_at_a_memory_budget_takes_its_share_of_time_and_memory() -> None
     assert all_recomputed[0] - placed((0.4, 0.6), 6)[0] == pytest.approx(0.5 * LAYERS + 6 * 0.3)
 
 
+def test_what_a_memory_budget_has_recomputed_layers_save_waits_where_their_inputs_do() -> None:
+    step = outline(recompute_seconds=1.0, budgets=BUDGETS)
+    there, away = (Counts(inputs_offloaded=count, budgets=(0.4, 0.6)).placement(LAYERS) for count in (0, LAYERS))
+    assert sum(sent_bytes(step, there)) == 0
+    assert sum(sent_bytes(step, away)) == LAYERS * (5 + 0.3 * 50)
+    # Those of two layers are on the device at a time.
+    assert peak_bytes(step, model(), there) - peak_bytes(step, model(), away) == pytest.approx((LAYERS - 2) * 20, abs=20)
+
+
 def test_settings_that_say_how_many_layers_are_kept_keep_them_whole() -> None:
     step = outline(recompute_seconds=1.0, budgets=BUDGETS)
     found = PlacementSearch(step, model(), MACHINE, 10_000, {"kept": 3}).best()
