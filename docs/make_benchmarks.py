@@ -99,6 +99,7 @@ def command(document: Document) -> str:
         words += ["--peers", "FOLDER", "--peer-benches", *peers]
     for option, key, default in (("--accumulation", "accumulation", 1), ("--max-grad-norm", "max_grad_norm", 1.0)):
         words += [option, str(ours[0][key])] if ours[0][key] != default else []
+    words += ["--emulate", *(f"{value:g}" for value in ours[0]["emulated"])] if ours[0].get("emulated") else []
     if document["settings"]:
         words += ["--set", *(f"{name}={json.dumps(value)}" for name, value in document["settings"].items())]
     return "python recipes/benchmarks/run.py " + shlex.join(words)

@@ -248,3 +248,19 @@ def test_more_documents_than_there_are_is_an_error_with_their_number(scripts: An
 def test_medians_are_over_the_logs_that_have_the_number(scripts: Any) -> None:
     logs = [{"megatrain/a": 1.0, "loss": 9.0}, {"megatrain/a": 3.0, "megatrain/b": 5.0}, {"megatrain/a": 100.0}]
     assert scripts("trainer_run").medians(logs) == {"megatrain/a": 3.0, "megatrain/b": 5.0}
+
+
+def test_an_emulated_machine_has_fewer_cores_and_never_more(scripts: Any, tmp_path: Path) -> None:
+    result = tmp_path / "result.jsonl"
+    case, cores = scripts("bench_cases").TINY[0], sorted(os.sched_getaffinity(0))
+    script = scripts("bench_cases").script_command(case, 2, 1, result, ["--emulate", "1", "20"])
+    watched = f"import os, runpy, sys; sys.argv = {script!r}; os._exit = lambda _: None; sys.path.insert(0, {str(FOLDER)!r})\n"
+    watched += "runpy.run_path(sys.argv[0], run_name='__main__'); print(len(os.sched_getaffinity(0)))"
+    run = scripts("run")
+    environment = scripts("bench_cases").stock_environment()
+    assert run.run_logged([sys.executable, "-c", watched], tmp_path / "log", 300, environment) is None
+    assert (tmp_path / "log").read_text().split()[-1] == "1"
+    row = scripts("bench_report").trainer_row(case.name, case.shape, "megatrain", run.read_lines(result)[0])
+    assert row["note"] == "emulated: 1 cores and a link of 20 GB/s"
+    with pytest.raises(ValueError, match="can't be emulated"):
+        scripts("emulation").emulate(len(cores) + 1, 20.0)

@@ -87,8 +87,10 @@ def trainer_row(case: str, shape: tuple[str, int, int], system: str, result: dic
     logged = {name.removeprefix("megatrain/"): value for name, value in result["log_medians"].items()}
     shares = {name: logged[f"bound_share_{name}"] for name in RESOURCES if f"bound_share_{name}" in logged}
     step_ms = 1e3 * result["step_seconds"]
+    cores, gb_per_second = result.get("emulated") or (None, None)
     return {
         "case": case,
+        **({"note": f"emulated: {cores:g} cores and a link of {gb_per_second:g} GB/s"} if cores else {}),
         "system": system,
         "shape": list(shape),
         "data": result["data"],

@@ -137,7 +137,15 @@ class Bench:
         """Both systems get the same job: beside the stock Trainer, which needs fp32 weights, ours begins with them too."""
         options = self._options
         weights = ["--weights", "fp32"] if options.stock else ["--without-weights"]
-        return ["--accumulation", str(options.accumulation), "--max-grad-norm", str(options.max_grad_norm), *weights]
+        emulated = ["--emulate", *map(str, options.emulate)] if options.emulate else []
+        return [
+            "--accumulation",
+            str(options.accumulation),
+            "--max-grad-norm",
+            str(options.max_grad_norm),
+            *weights,
+            *emulated,
+        ]
 
     def run_peers(self, case: Case) -> None:
         """Measures the peers in a case's shape."""
@@ -181,6 +189,13 @@ def parse() -> tuple[argparse.Namespace, list[Case], dict[str, Any]]:
     parser.add_argument("--warmup", type=int, default=4, help="first steps that don't count (compilation, the plan's own)")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step, of our job")
     parser.add_argument("--max-grad-norm", type=float, default=1.0, help="of our job; 0: no clipping")
+    parser.add_argument(
+        "--emulate",
+        nargs=2,
+        type=float,
+        metavar=("CORES", "GB/S"),
+        help="our job as if the machine were smaller (emulation.py)",
+    )
     parser.add_argument("--time-limit", type=float, default=600.0, metavar="SECONDS", help="of each case and each peer")
     parser.add_argument("--config", type=Path, help="yaml for accelerate launch; default: that of recipes/ for this machine")
     parser.add_argument("--trace", action="store_true", help="draw a step of each case too, in a run of its own")
@@ -200,6 +215,8 @@ def parse() -> tuple[argparse.Namespace, list[Case], dict[str, Any]]:
         parser.error("--beside: `python -m accelerate` takes the package of the current folder first; start from another one")
     if options.peers is not None and not (options.peers / "run_suite.sh").is_file():
         parser.error(f"--peers: there is no run_suite.sh in {options.peers}")
+    if options.emulate and (options.peers is not None or options.stock):
+        parser.error("--emulate slows the plugin's copies alone: leave out --peers and --stock")
     if options.peers is not None and options.accumulation > 1:
         parser.error("--accumulation can't be compared with --peers, which take one batch a step")
     if not 0 <= options.warmup < options.steps:

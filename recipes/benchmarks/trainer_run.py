@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from bench_data import Collator, PaddingCollator, RandomTokens, SourceTexts
+from emulation import emulate
 from model_shapes import PRESETS, active_parameters, build_model, step_flops
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -90,6 +91,9 @@ def main() -> None:
     parser.add_argument("--liger", action="store_true", help="with use_liger_kernel")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
+    parser.add_argument(
+        "--emulate", nargs=2, type=float, metavar=("CORES", "GB/S"), help="a machine with so many cores, and such a link"
+    )
     parser.add_argument("--json", default="", help="append the result to this file")
     args = parser.parse_args()
     if not 0 <= args.warmup < args.steps:
@@ -101,6 +105,8 @@ def main() -> None:
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch.backends.cuda.enable_flash_sdp(args.sdpa == "flash")
         torch.backends.cuda.enable_cudnn_sdp(args.sdpa == "cudnn")
+    if args.emulate is not None:
+        emulate(int(args.emulate[0]), args.emulate[1])
     start = time.perf_counter()
     dtype = torch.float32 if args.weights == "fp32" else torch.bfloat16
     model = build_model(args.preset, args.length, args.layers, args.without_weights, dtype)
@@ -157,6 +163,7 @@ def main() -> None:
         "layers": model.config.num_hidden_layers,
         "sdpa": args.sdpa,
         "liger": args.liger,
+        "emulated": args.emulate,
         "accumulation": args.accumulation,
         "max_grad_norm": args.max_grad_norm,
         "steps": args.steps,
