@@ -80,11 +80,12 @@ class LayerProfile:
         if not self.budgets or self.recompute_seconds is None or self.backward_seconds is None:
             return self
         lean, kept = (max((b for b in self.budgets if b.value <= value), key=lambda b: b.value) for value in (low, high))
-        recompute_seconds, more_bytes = self.recompute_seconds, self.recomputed_bytes - self.kept_backward_bytes
 
         def backward_bytes(budget: MemoryBudget) -> int:
-            """What isn't saved is made in backward."""
-            return self.kept_backward_bytes + round((1.0 - budget.saved_share) * more_bytes)
+            """What isn't saved is made in backward, before any of it can go."""
+            if budget.value == EVERYTHING.value:
+                return self.kept_backward_bytes
+            return max(self.kept_backward_bytes, self.recomputed_bytes - round(budget.saved_share * self.kept_bytes))
 
         kept_bytes = round(kept.saved_share * self.kept_bytes)
         return dataclasses.replace(
@@ -95,8 +96,8 @@ class LayerProfile:
             kept_forward_bytes=min(self.kept_forward_bytes, self.forward_bytes + kept_bytes),
             kept_backward_bytes=backward_bytes(kept),
             recomputed_bytes=backward_bytes(lean),
-            recompute_seconds=(lean.recompute_share - kept.recompute_share) * recompute_seconds,
-            backward_seconds=self.backward_seconds + kept.recompute_share * recompute_seconds,
+            recompute_seconds=(lean.recompute_share - kept.recompute_share) * self.recompute_seconds,
+            backward_seconds=self.backward_seconds + kept.recompute_share * self.recompute_seconds,
             budgets=(),
         )
 
