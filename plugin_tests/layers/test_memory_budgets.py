@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain_accelerate.layers.compiled_layer import CANDIDATES, MemoryBudget
 from megatrain_accelerate.layers.saved_tensors import SavedTensors, SlotPlace
+from megatrain_accelerate.transfer import activation_offload
 
 pytestmark = [
     pytest.mark.usefixtures("outlined_once"),
@@ -152,6 +153,24 @@ def test_equal_budgets_give_equal_bits_whether_layers_are_kept_and_another_one_t
     assert divided[2] == 2
     assert_close(lean, passes_of_qwen2(bf16=False, compile_layers=False), bf16=False)
     assert_close(divided, lean, bf16=False)
+
+
+def test_what_a_memory_budget_saves_is_the_same_to_the_bit_after_it_waited_in_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 1)
+    send, sent = activation_offload.ActivationOffloader.send, list[int]()
+
+    def count(self: activation_offload.ActivationOffloader, recording: activation_offload.Recording, *call: Any) -> None:
+        before = self._meter.counters.d2h_bytes
+        send(self, recording, *call)
+        sent.append(self._meter.counters.d2h_bytes - before)
+
+    monkeypatch.setattr(activation_offload.ActivationOffloader, "send", count)
+    away = {budget: passes(qwen2, bf16=False, budgets=(budget, 1.0), offloaded_inputs=True) for budget in (0.0, 0.4)}
+    assert len(sent) == 2 * LAYERS
+    assert all(saved > inputs > 0 for inputs, saved in zip(sent[:LAYERS], sent[LAYERS:], strict=True))
+    assert_equal(away[0.4], passes(qwen2, bf16=False, budgets=(0.4, 1.0)))
 
 
 def saved_bytes(budgets: tuple[float, float], foretold: list[MemoryBudget] | None = None) -> int:
