@@ -1,4 +1,4 @@
-"""Makes a large machine resemble a consumer's for rows that are marked as emulated: fewer cores, a slower link to the GPU."""
+"""Makes a large machine resemble a consumer's, for results that are marked as emulated: fewer cores, a slower link."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 
-_COPIED_BYTES = 2**28
-_CYCLES = 100_000_000
+_COPIED_BYTES, _CYCLES = 2**28, 100_000_000
+"""Size of the copy and length of the sleep by which the machine's own speeds are measured."""
 
 
 def emulate(cores: int, gb_per_second: float) -> None:
-    """Threads that start from now on share so many cores. Where there is a GPU, each copy of ``Tensor.copy_`` between it and
-    the host takes as long as at ``gb_per_second`` (GB = 1e9 bytes): its stream waits behind it for the rest of that time.
+    """This thread, and those that it starts from now on, share so many cores. Where there is a GPU, copies between it and the
+    host by ``Tensor.copy_``, as all of the plugin's are, take as long as at ``gb_per_second`` (GB = 1e9 bytes): their stream
+    is held up behind each of them. Other copies are not slowed, nor is the thread that issues them.
 
     Raises:
-        ValueError: the machine has fewer cores, or a slower link.
+        ValueError: ``cores`` is less than 1 or more than there are, or the machine's link is slower.
     """
     allowed = sorted(os.sched_getaffinity(0))
     if not 1 <= cores <= len(allowed):
@@ -24,17 +25,17 @@ def emulate(cores: int, gb_per_second: float) -> None:
     os.sched_setaffinity(0, allowed[:cores])
     if not torch.cuda.is_available():
         return
-    copy = torch.Tensor.copy_
+    original_copy = torch.Tensor.copy_
     host = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(host, device="cuda")
-    own_bytes = _COPIED_BYTES / _seconds(lambda: device.copy_(host, non_blocking=True))
-    cycles = _CYCLES / _seconds(lambda: torch.cuda._sleep(_CYCLES))
-    if own_bytes < 1e9 * gb_per_second:
-        raise ValueError(f"a link of {gb_per_second:g} GB/s can't be emulated by one of {own_bytes / 1e9:.1f} GB/s")
-    cycles_per_byte = cycles * (1 / (1e9 * gb_per_second) - 1 / own_bytes)
+    own_bytes_per_second = _COPIED_BYTES / _seconds(lambda: device.copy_(host, non_blocking=True))
+    cycles_per_second = _CYCLES / _seconds(lambda: torch.cuda._sleep(_CYCLES))
+    if own_bytes_per_second < 1e9 * gb_per_second:
+        raise ValueError(f"a link of {gb_per_second:g} GB/s can't be emulated by one of {own_bytes_per_second / 1e9:.1f} GB/s")
+    cycles_per_byte = cycles_per_second * (1 / (1e9 * gb_per_second) - 1 / own_bytes_per_second)
 
     def slowed(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        copied = copy(self, source, non_blocking)
+        copied = original_copy(self, source, non_blocking)
         if self.is_cuda != source.is_cuda:
             torch.cuda._sleep(int(self.nbytes * cycles_per_byte))
         return copied
@@ -43,7 +44,7 @@ def emulate(cores: int, gb_per_second: float) -> None:
 
 
 def _seconds(work: Any) -> float:
-    """Of one run on the GPU, the second of two."""
+    """What the work takes on the GPU, the second time: the first one warms up."""
     for _ in range(2):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
