@@ -47,6 +47,7 @@ from megatrain_accelerate.transfer.streams import WeightSlot
 _HELD_ONCE = torch.empty(0)
 _HELD_ONCE_COUNT = sys.getrefcount(weakref.ref(_HELD_ONCE)())
 """What ``sys.getrefcount`` says of a leaf that the graph alone holds: a tensor with one holder."""
+_NOTHING = contextlib.nullcontext()
 _current_task = torch._C._current_graph_task_id
 
 
@@ -168,7 +169,7 @@ class GraphCall:
             return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget, self.row)
         if results is None and self.row is None and not (layer.tiles.tile_tokens or has_mappings(args, kwargs)):
             return layer.forward(*args, **kwargs)  # what run() comes to
-        with contextlib.nullcontext() if results is None else results.at_work(layer, replays=is_recompute):
+        with _NOTHING if results is None else results.at_work(layer, replays=is_recompute):
             return layer.run(args, kwargs, self.row)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: Args, kwargs: Kwargs) -> Any:
@@ -188,7 +189,7 @@ class GraphCall:
             nonlocal before
             args, kwargs = arguments(given)
             if first:
-                recording = contextlib.nullcontext() if attention is None else attention.recording()
+                recording = _NOTHING if attention is None else attention.recording()
                 saving = SavedTensors(calls.prefetcher.at_address).recording()
                 with bound(layer, first.pop()), saving, layer.buffers.watched() as before, recording:
                     return self._run_layer(args, kwargs, memory_budget=0.0)
@@ -201,7 +202,7 @@ class GraphCall:
                 # On copies of what forward began with.
                 put_in([(owner._buffers, name, value.clone()) for owner, name, value in before]),
                 named_range(f"megatrain::recompute ({layer.name})"),
-                contextlib.nullcontext() if attention is None else attention.replaying(),
+                _NOTHING if attention is None else attention.replaying(),
                 output_recorder.apart(),
             ):
                 return self._run_layer(args, kwargs, is_recompute=True, memory_budget=0.0)
@@ -411,9 +412,8 @@ class GraphCalls:
         """Runs a layer, whole or in pieces, so that its graph can be differentiated."""
         inputs_leave = self.policy.offloads_inputs(layer.index)
         split = BatchSplit.of_call(layer, args, kwargs, self.batch_cut)
-        row, count = None, split.count
-        if count == 1 and self.real is not None:
-            row, args, kwargs = layer.unpadded.in_a_row(self.real, args, kwargs)
+        count = split.count
+        row, args, kwargs = layer.unpadded.in_a_row(self.real if count == 1 else None, args, kwargs)
         inputs = taken_apart((args, kwargs))[0] if count > 1 or inputs_leave else []
         calls = [GraphCall(self, layer, tape, position, piece, count) for piece in range(count)]
         self._alive.update(calls)
@@ -422,15 +422,12 @@ class GraphCalls:
         slot = self.prefetcher.acquire(layer, upcoming, tape.order.together)
         try:
             self.passes.wait_for_head(layer)
-            if count == 1 and not inputs_leave:
-                return batch_of(row, calls[0].run(slot, args, kwargs))
-            with contextlib.ExitStack() as around:
-                if inputs_leave:
-                    around.enter_context(inputs_offloaded(self.activations, layer.name, inputs, tape, position))
+            leaving = inputs_offloaded(self.activations, layer.name, inputs, tape, position) if inputs_leave else _NOTHING
+            with leaving:
                 if count == 1:
                     return batch_of(row, calls[0].run(slot, args, kwargs))
-                around.enter_context(no_writes_to(inputs, layer.name, "a function that returns multiple views"))
-                return self._run_pieces(calls, slot, split, args, kwargs)
+                with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
+                    return self._run_pieces(calls, slot, split, args, kwargs)
         finally:
             self.prefetcher.release(slot)
 

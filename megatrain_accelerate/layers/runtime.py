@@ -233,8 +233,6 @@ class StreamingRuntime:
         try:
             self.passes.wait_for_head(layer)
             with bound(layer, slot.views(layer.unit.layout)):
-                if self.calls.real is None:
-                    return layer.run(args, kwargs)
                 row, args, kwargs = layer.unpadded.in_a_row(self.calls.real, args, kwargs)
                 return batch_of(row, layer.run(args, kwargs, row))
         finally:
