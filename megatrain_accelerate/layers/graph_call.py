@@ -412,8 +412,9 @@ class GraphCalls:
         """Runs a layer, whole or in pieces, so that its graph can be differentiated."""
         inputs_leave = self.policy.offloads_inputs(layer.index)
         split = BatchSplit.of_call(layer, args, kwargs, self.batch_cut)
-        count = split.count
-        row, args, kwargs = layer.unpadded.in_a_row(self.real if count == 1 else None, args, kwargs)
+        row, count = None, split.count
+        if count == 1 and self.real is not None:
+            row, args, kwargs = layer.unpadded.in_a_row(self.real, args, kwargs)
         inputs = taken_apart((args, kwargs))[0] if count > 1 or inputs_leave else []
         calls = [GraphCall(self, layer, tape, position, piece, count) for piece in range(count)]
         self._alive.update(calls)
