@@ -192,8 +192,7 @@ _at_work: dict[StreamedExperts, ExpertResults] = {}
 
 class _Call:
     """One call of the experts, computed in forward and maybe again in backward. Raises as :func:`shown_instead` does.
-    ``keeps``: what it gives in forward waits for the first recompute. ``is_last``: of the calls of these experts in a
-    forward of the model, its backward comes last."""
+    ``is_last``: of the calls of these experts in a forward of the model, its backward comes last."""
 
     autocast: Again
     """Forward's settings, for backward."""

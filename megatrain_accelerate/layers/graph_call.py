@@ -81,7 +81,6 @@ class GraphCall:
         self._captures: Captures | None = None
         """What it hands out if it runs compiled; None for a layer's own code."""
         self._trained = layer.trained_now()
-        """Which weights are trained in forward, in entry order."""
 
     # ------------------------------------------------------------------ forward
 
@@ -372,7 +371,6 @@ class GraphCall:
 
 
 def _all_issued(call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
-    """A hook of a layer's input."""
     if (found := call()) is not None:
         found.all_issued()
 
@@ -405,8 +403,6 @@ class GraphCalls:
     def real_in_one_row(self) -> RealTokens | None:
         """Those, where a plan may take them for one row: of a batch in pieces each piece is one, of other tokens."""
         return self.real if self.batch_cut.size is None else None
-
-    # ------------------------------------------------------------------ forward
 
     def run(self, layer: StreamedLayer, tape: Tape, position: int, args: Args, kwargs: Kwargs) -> Any:
         """Runs a layer, whole or in pieces, so that its graph can be differentiated."""
@@ -455,8 +451,6 @@ class GraphCalls:
         output, recorded = put_together(split.joined(name, pieces, outputs=len(outputs)))
         output_recorder.enter(recorded)
         return output
-
-    # ------------------------------------------------------------------ backward
 
     def end(self, task: int, succeeded: bool) -> None:
         """A backward is over: gradients for which no hook was called go too. What one left that failed counts for nothing."""

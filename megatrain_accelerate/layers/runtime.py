@@ -108,20 +108,17 @@ class StatesOnDevice:
         """Makes residuals and moments on the host valid: they are those of the last step, and may be read and written until
         the next one. With ``of_all`` those of every rank's shares, which the others' step workers bring, whatever the ranks
         do meanwhile. All steps that were taken must be applied. Not between a forward and its backward."""
-        self._bring_own()
-        if of_all and self._shared is not None:
-            self._shared.ask_for_states()
-
-    def _bring_own(self) -> None:
         for unit in self.units:
             unit.bring_states()
         if self._shared is not None:
             self._shared.note_states_ahead(False)
+            if of_all:
+                self._shared.ask_for_states()
 
     def _bring_if_asked(self) -> None:
         """Called by the step worker while it has nothing to do."""
         if self._shared is not None and self._shared.is_asked_for_states:
-            self._bring_own()
+            self.bring(of_all=False)
 
     def leave(self) -> None:
         """This process ends, or the engine goes: brings its own states, of which nobody waits for those of a failed step, and
@@ -130,7 +127,7 @@ class StatesOnDevice:
             with contextlib.suppress(StepWorkerError):
                 if self.units:
                     self._worker.drain()
-                    self._bring_own()
+                    self.bring(of_all=False)
         finally:
             if self._shared is not None:
                 self._shared.note_states_ahead(False)

@@ -158,7 +158,6 @@ class ActivationOffloader:
         self._streams, self._meter = meter.streams, meter
         self._run = 0
         self.leaving: list[_Departure] = []
-        """What is on its way to the host, and still held on the device."""
         self._recordings: weakref.WeakKeyDictionary[Tape, dict[int, list[tuple[int, Recording]]]] = weakref.WeakKeyDictionary()
 
     def run_begins(self) -> None:
