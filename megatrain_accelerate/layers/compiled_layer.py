@@ -101,49 +101,42 @@ NOTHING = MemoryBudget(0.0, 0.0, 1.0)
 EVERYTHING = MemoryBudget(1.0, 1.0, 0.0)
 
 
+@dataclasses.dataclass(eq=False)
 class _Kind:
-    """The layers that share a compiled function: the forward of their class, not bound, at one memory budget, and what it
-    records in these channels. Where ``sizes_vary``, each graph serves all sizes of the inputs that are more than 1."""
+    """The layers that share a compiled ``function``, at one memory budget. Where ``sizes_vary``, each of its graphs serves all
+    sizes of the inputs that are more than 1."""
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        name: str,
-        channels: set[str],
-        memory_budget: float,
-        sizes_vary: bool,
-        compile_graph: Callable[..., Callable[..., Any]],
-    ) -> None:
-        self.name = name
-        self.memory_budget = memory_budget
-        self.sizes_vary = sizes_vary
-        self.gave_up = False
-        self.is_random = False
-        """Whether one of its graphs draws random numbers, or may do so, since nobody can look."""
-        self.budgets: tuple[MemoryBudget, ...] = ()
-        """Of a kind that saves nothing: the distinct budgets that its layers could be compiled with."""
+    name: str
+    memory_budget: float
+    sizes_vary: bool
+    gave_up: bool = False
+    is_random: bool = False
+    """Whether one of its graphs draws random numbers, or may do so, since nobody can look."""
+    budgets: tuple[MemoryBudget, ...] = ()
+    """Of a kind that saves nothing: the distinct budgets that its layers could be compiled with."""
+    function: Any = None
 
-        collector = output_recorder.collector()
 
-        def run_layer(module: nn.Module, args: Args, kwargs: Kwargs, samples: tuple[torch.Tensor, ...]) -> Any:
-            recorded: dict[str, list[Any]] = {channel: [] for channel in channels}
-            row = _samples_of_a_row(*samples) if samples else None
-            if collector is None:
-                return forward(module, *args, **kwargs), recorded, row
-            # Dynamo follows transformers' hooks as long as this is within what it traces.
-            token = collector.set(recorded)
-            try:
-                return forward(module, *args, **kwargs), recorded, row
-            finally:
-                collector.reset(token)
+def _to_compile(forward: Callable[..., Any], channels: set[str]) -> Callable[..., Any]:
+    """The forward of a class, not bound, which also returns what it records in these channels."""
+    collector = output_recorder.collector()
 
-        # Dynamo keeps graphs and their limit by code object, and what it learnt of dynamic sizes by name. Were the two shared,
-        # the second kind's weights would have dynamic sizes.
-        code = run_layer.__code__.replace(co_name=f"run_layer_{next(_kind_numbers)}")
-        function = types.FunctionType(code, run_layer.__globals__, code.co_name, None, run_layer.__closure__)
-        # Dynamo doesn't guard on the budget: what compiles sets it, also when a graph is compiled anew.
-        backend = functools.partial(compile_graph, self)
-        self.function: Callable[..., Any] = torch.compile(function, backend=backend, fullgraph=True)
+    def run_layer(module: nn.Module, args: Args, kwargs: Kwargs, samples: tuple[torch.Tensor, ...]) -> Any:
+        recorded: dict[str, list[Any]] = {channel: [] for channel in channels}
+        row = _samples_of_a_row(*samples) if samples else None
+        if collector is None:
+            return forward(module, *args, **kwargs), recorded, row
+        # Dynamo follows transformers' hooks as long as this is within what it traces.
+        token = collector.set(recorded)
+        try:
+            return forward(module, *args, **kwargs), recorded, row
+        finally:
+            collector.reset(token)
+
+    # Dynamo keeps graphs and their limit by code object, and what it learnt of dynamic sizes by name. Were the two shared,
+    # the second kind's weights would have dynamic sizes.
+    code = run_layer.__code__.replace(co_name=f"run_layer_{next(_kind_numbers)}")
+    return types.FunctionType(code, run_layer.__globals__, code.co_name, None, run_layer.__closure__)
 
 
 def _draws(node: torch.fx.Node) -> bool:
@@ -274,8 +267,11 @@ class CompiledLayers:
             if reason is not None:
                 self._note_eager(name, reason)
                 return None
-            channels = {channel for _, channel, _ in captures}
-            kind = self._kinds[key] = _Kind(forward, name, channels, memory_budget, sizes_vary, self._compile)
+            kind = _Kind(name, memory_budget, sizes_vary)
+            # Dynamo doesn't guard on the budget: what compiles sets it, also when a graph is compiled anew.
+            backend = functools.partial(self._compile, kind)
+            kind.function = torch.compile(_to_compile(forward, {at[1] for at in captures}), backend=backend, fullgraph=True)
+            self._kinds[key] = kind
         return None if kind.gave_up else kind
 
     def _compile(self, kind: _Kind, graph: Any, inputs: list[Any]) -> Callable[..., Any]:

@@ -99,7 +99,6 @@ class Rows(NamedTuple):
 class Routing(NamedTuple):
     """The pairs of one call, sorted by expert; of one expert in the order of tokens."""
 
-    tokens: int
     choices: int
     order_S: torch.Tensor
     experts_S: torch.Tensor
@@ -119,7 +118,7 @@ class Routing(NamedTuple):
             bounds = [0, *ends, pairs]
         else:
             bounds = torch.searchsorted(sorted_S, experts.begins(index_TK.device).to(sorted_S.dtype)).tolist()
-        return cls(index_TK.shape[0], index_TK.shape[1], order_S, sorted_S, tuple(bounds))
+        return cls(index_TK.shape[1], order_S, sorted_S, tuple(bounds))
 
     def rows(self, part: ExpertPart) -> Rows | None:
         """The pairs of the part; None if it has none."""
@@ -138,7 +137,7 @@ class Routing(NamedTuple):
 
     def sum_of_choices(self, pairs_SD: torch.Tensor) -> torch.Tensor:
         """The sum over each token's choices, added in fp32 and rounded once: (T, D)."""
-        return pairs_SD.view(self.tokens, self.choices, *pairs_SD.shape[1:]).sum(dim=1)
+        return pairs_SD.unflatten(0, (-1, self.choices)).sum(dim=1)
 
 
 _Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -193,8 +192,7 @@ _at_work: dict[StreamedExperts, ExpertResults] = {}
 
 class _Call:
     """One call of the experts, computed in forward and maybe again in backward. Raises as :func:`shown_instead` does.
-    ``keeps``: what it gives in forward waits for the first recompute. ``is_last``: of the calls of these experts in a
-    forward of the model, its backward comes last."""
+    ``is_last``: of the calls of these experts in a forward of the model, its backward comes last."""
 
     autocast: Again
     """Forward's settings, for backward."""
@@ -332,8 +330,7 @@ class _ExpertsFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_TD: torch.Tensor) -> Any:
         hidden_TD, weights_TK, order_S, experts_S = ctx.saved_tensors
-        tokens, choices = weights_TK.shape
-        routing = Routing(tokens, choices, order_S, experts_S, ctx.bounds)
+        routing = Routing(weights_TK.shape[1], order_S, experts_S, ctx.bounds)
         needs = ctx.needs_input_grad[3:]
         return (None, None, None, *ctx.call.backward((hidden_TD, weights_TK), routing, gradient_TD, needs))
 

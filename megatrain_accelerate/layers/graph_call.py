@@ -47,6 +47,7 @@ from megatrain_accelerate.transfer.streams import WeightSlot
 _HELD_ONCE = torch.empty(0)
 _HELD_ONCE_COUNT = sys.getrefcount(weakref.ref(_HELD_ONCE)())
 """What ``sys.getrefcount`` says of a leaf that the graph alone holds: a tensor with one holder."""
+_NOTHING = contextlib.nullcontext()
 _current_task = torch._C._current_graph_task_id
 
 
@@ -80,7 +81,6 @@ class GraphCall:
         self._captures: Captures | None = None
         """What it hands out if it runs compiled; None for a layer's own code."""
         self._trained = layer.trained_now()
-        """Which weights are trained in forward, in entry order."""
 
     # ------------------------------------------------------------------ forward
 
@@ -168,7 +168,7 @@ class GraphCall:
             return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget, self.row)
         if results is None and self.row is None and not (layer.tiles.tile_tokens or has_mappings(args, kwargs)):
             return layer.forward(*args, **kwargs)  # what run() comes to
-        with contextlib.nullcontext() if results is None else results.at_work(layer, replays=is_recompute):
+        with _NOTHING if results is None else results.at_work(layer, replays=is_recompute):
             return layer.run(args, kwargs, self.row)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: Args, kwargs: Kwargs) -> Any:
@@ -188,7 +188,7 @@ class GraphCall:
             nonlocal before
             args, kwargs = arguments(given)
             if first:
-                recording = contextlib.nullcontext() if attention is None else attention.recording()
+                recording = _NOTHING if attention is None else attention.recording()
                 saving = SavedTensors(calls.prefetcher.at_address).recording()
                 with bound(layer, first.pop()), saving, layer.buffers.watched() as before, recording:
                     return self._run_layer(args, kwargs, memory_budget=0.0)
@@ -201,7 +201,7 @@ class GraphCall:
                 # On copies of what forward began with.
                 put_in([(owner._buffers, name, value.clone()) for owner, name, value in before]),
                 named_range(f"megatrain::recompute ({layer.name})"),
-                contextlib.nullcontext() if attention is None else attention.replaying(),
+                _NOTHING if attention is None else attention.replaying(),
                 output_recorder.apart(),
             ):
                 return self._run_layer(args, kwargs, is_recompute=True, memory_budget=0.0)
@@ -371,7 +371,6 @@ class GraphCall:
 
 
 def _all_issued(call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
-    """A hook of a layer's input."""
     if (found := call()) is not None:
         found.all_issued()
 
@@ -405,8 +404,6 @@ class GraphCalls:
         """Those, where a plan may take them for one row: of a batch in pieces each piece is one, of other tokens."""
         return self.real if self.batch_cut.size is None else None
 
-    # ------------------------------------------------------------------ forward
-
     def run(self, layer: StreamedLayer, tape: Tape, position: int, args: Args, kwargs: Kwargs) -> Any:
         """Runs a layer, whole or in pieces, so that its graph can be differentiated."""
         inputs_leave = self.policy.offloads_inputs(layer.index)
@@ -422,15 +419,12 @@ class GraphCalls:
         slot = self.prefetcher.acquire(layer, upcoming, tape.order.together)
         try:
             self.passes.wait_for_head(layer)
-            if count == 1 and not inputs_leave:
-                return batch_of(row, calls[0].run(slot, args, kwargs))
-            with contextlib.ExitStack() as around:
-                if inputs_leave:
-                    around.enter_context(inputs_offloaded(self.activations, layer.name, inputs, tape, position))
+            leaving = inputs_offloaded(self.activations, layer.name, inputs, tape, position) if inputs_leave else _NOTHING
+            with leaving:
                 if count == 1:
                     return batch_of(row, calls[0].run(slot, args, kwargs))
-                around.enter_context(no_writes_to(inputs, layer.name, "a function that returns multiple views"))
-                return self._run_pieces(calls, slot, split, args, kwargs)
+                with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
+                    return self._run_pieces(calls, slot, split, args, kwargs)
         finally:
             self.prefetcher.release(slot)
 
@@ -457,8 +451,6 @@ class GraphCalls:
         output, recorded = put_together(split.joined(name, pieces, outputs=len(outputs)))
         output_recorder.enter(recorded)
         return output
-
-    # ------------------------------------------------------------------ backward
 
     def end(self, task: int, succeeded: bool) -> None:
         """A backward is over: gradients for which no hook was called go too. What one left that failed counts for nothing."""

@@ -33,7 +33,6 @@ class StreamedLayer:
     ``index`` is its position among the model's layers, in discovery order."""
 
     kind = "layer"
-    """In messages, before the name."""
 
     def __init__(self, index: int, name: str, module: nn.Module, unit: HostUnit) -> None:
         self.index, self.name = index, name
@@ -45,7 +44,6 @@ class StreamedLayer:
         self.unpadded = UnpaddedLayer(module)
         self.buffers = WrittenBuffers(module)
         self.trainable = [state for state in unit.states if state.entry.spec.trainable]
-        """The parameters of its unit that were trained when the model was prepared, in entry order."""
         self.trainable_places = [place for place, state in enumerate(unit.states) if state.entry.spec.trainable]
         self.has_trainable = bool(self.trainable)
         self._may_train = [(state.entry.spec.trainable, state.parameter) for state in unit.states]

@@ -47,16 +47,17 @@ class _Place(int):
     """Stands for the tensor of this number."""
 
 
-def taken_apart(value: Any) -> tuple[list[torch.Tensor], Callable[[Any], Any]]:
-    """The tensors that :func:`map_tensors` finds, in order; and what puts those of a list in their places, and holds none."""
-    tensors: list[torch.Tensor] = []
+def taken_apart(value: Any, kind: type = torch.Tensor) -> tuple[list[Any], Callable[[Any], Any]]:
+    """The tensors (or objects of ``kind``) that :func:`map_tensors` finds, in order; and what puts those of a list in their
+    places, and holds none."""
+    found: list[Any] = []
 
-    def take(tensor: torch.Tensor) -> _Place:
-        tensors.append(tensor)
-        return _Place(len(tensors) - 1)
+    def take(item: Any) -> _Place:
+        found.append(item)
+        return _Place(len(found) - 1)
 
-    rest = map_tensors(take, value)
-    return tensors, lambda others: map_tensors(others.__getitem__, rest, _Place)
+    rest = map_tensors(take, value, kind)
+    return found, lambda others: map_tensors(others.__getitem__, rest, _Place)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

@@ -54,7 +54,6 @@ class Passes:
         self.is_together = False
         """Whether the forward in progress is one in which all ranks gather weights."""
         self._last_layer, self._groups = layers[-1], groups
-        self._groups_before = [group for group in groups if group.layers_before < len(layers)]
         self._prefetcher, self._offloader, self._watch, self._on_end = prefetcher, offloader, watch, on_end
         self._task: int | None = None
         """Autograd's number of the backward that is under way."""
@@ -72,7 +71,7 @@ class Passes:
     def begin_together(self) -> None:
         """All ranks gather weights in this forward: those of residents before the layers first."""
         self.is_together = True
-        self._gather(self._groups_before)
+        self._gather([group for group in self._groups if group.layers_before <= self._last_layer.index])
 
     def _gather(self, groups: Sequence[ResidentGroup]) -> None:
         if self._prefetcher.gather is not None:

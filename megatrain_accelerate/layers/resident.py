@@ -28,7 +28,8 @@ class ResidentGroup:
         unit.sums_device = streams.device
         self._streams, self._meter = streams, meter
         self._params_copied_event = streams.event()
-        self._device_weights: dict[int, torch.Tensor] = {}
+        self._device_weights: list[torch.Tensor] = []
+        """In entry order."""
         self._buffer: torch.Tensor | None = None
         """Of a group that several ranks share, and that lives on the host: the device's copy of its weights, flat."""
         self._is_stale = False
@@ -42,15 +43,12 @@ class ResidentGroup:
 
     def show_device_weights(self) -> None:
         """The parameters' data and gradients are on the device, where they compute; called when the unit has moved, too."""
-        on_device, device = self.unit.is_on_device, self._streams.device
-        self._buffer, self._is_stale, self._is_ungathered = None, False, False
+        on_device = self.unit.is_on_device
+        self._is_stale = self._is_ungathered = False
+        own = None, [state.weight for state in self.unit.states]
         # Copies also where the device is the CPU: what computes and what is stepped must not be one there either.
-        if on_device:
-            weights = [state.weight for state in self.unit.states]
-        else:
-            self._buffer, weights = self.unit.weights_on(device)
-        for state, weight in zip(self.unit.states, weights, strict=True):
-            self._device_weights[id(state)] = weight
+        self._buffer, self._device_weights = own if on_device else self.unit.weights_on(self._streams.device)
+        for state, weight in zip(self.unit.states, self._device_weights, strict=True):
             is_sum, gradient = state.handle.has_fp32_sum, state.parameter.grad
             state.handle.set_gradient(None)
             state.handle.show(weight)
@@ -123,8 +121,8 @@ class ResidentGroup:
 
     def refresh_if_written(self) -> None:
         """Takes over weights that somebody wrote to the device's parameters (``load_state_dict``)."""
-        for state in self.unit.states:
-            weight, handle = self._device_weights[id(state)], state.handle
+        for state, weight in zip(self.unit.states, self._device_weights, strict=False):  # a closed unit has no states
+            handle = state.handle
             if handle.is_written:
                 self.wait_for_step()
                 self.unit.write_master(state, state.parameter.detach())

@@ -24,7 +24,6 @@ class SlotPlace(NamedTuple):
     place: Place
 
     def tensor(self) -> torch.Tensor:
-        """The view of the slot that holds the layer now."""
         view: torch.Tensor = self.reader.slot().view(self.place)
         # The graph of a gradient that is itself differentiated must not hold a slot.
         return view.clone() if torch.is_grad_enabled() else view

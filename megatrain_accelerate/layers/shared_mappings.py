@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, tensors_in
+from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, taken_apart, tensors_in
 
 
 class _Handed(NamedTuple):
@@ -49,8 +49,8 @@ def with_copies(run: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     which pytree may rebuild. Applies the layer's changes to the model's mappings; returns the layer's own output."""
     if not has_mappings(args, kwargs):
         return run(args, kwargs)
-    mappings = [value for value in (*args, *kwargs.values()) if isinstance(value, UserDict)]
-    result = run(*_replaced(UserDict, [_Handed(dict(value)) for value in mappings], args, kwargs))
+    mappings, put_together = taken_apart((args, kwargs), UserDict)
+    result = run(*put_together([_Handed(dict(mapping)) for mapping in mappings]))
     for mapping, entries in zip(mappings, result.entries, strict=True):
         now = {key: mapping[key] if entry is ... else entry for key, entry in entries.items()}
         mapping.clear()
@@ -62,19 +62,12 @@ def run_with_mappings(forward: Callable[..., Any], args: Args, kwargs: Kwargs) -
     """Calls a layer's own forward. If mappings were passed to it, the result is for :func:`with_copies`."""
     if _Handed not in map(type, (*args, *kwargs.values())):
         return forward(*args, **kwargs)
-    handed = [value.entries for value in (*args, *kwargs.values()) if isinstance(value, _Handed)]
-    mappings = [UserDict(entries) for entries in handed]
-    args, kwargs = _replaced(_Handed, mappings, args, kwargs)
+    handed, put_together = taken_apart((args, kwargs), _Handed)
+    mappings = [UserDict(copy.entries) for copy in handed]
+    args, kwargs = put_together(mappings)
     output = forward(*args, **kwargs)
-    pairs = zip(mappings, handed, strict=True)
+    pairs = zip(mappings, (copy.entries for copy in handed), strict=True)
     return _Returned(output, tuple({k: ... if k in was and v is was[k] else v for k, v in now.items()} for now, was in pairs))
-
-
-def _replaced(kind: type, others: Sequence[Any], args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-    """The arguments with these in the places of those of a kind, in order."""
-    unused = iter(others)
-    found = [next(unused) if isinstance(value, kind) else value for value in (*args, *kwargs.values())]
-    return tuple(found[: len(args)]), dict(zip(kwargs, found[len(args) :], strict=True))
 
 
 @contextlib.contextmanager

@@ -124,14 +124,23 @@ class TokenTiles:
 
     def at_work(self, args: Args, kwargs: Kwargs) -> contextlib.AbstractContextManager[None]:
         """A call of the layer with these arguments runs in the body."""
-        if self.tile_tokens and (shape := tokens_of(args, kwargs)) is not None:
-            return self._installed(functools.partial(self._run, shape))
-        return contextlib.nullcontext()
+        shape = tokens_of(args, kwargs) if self.tile_tokens else None
+        return contextlib.nullcontext() if shape is None else self.at_work_anywhere(shape)
 
-    def at_work_anywhere(self) -> contextlib.AbstractContextManager[None]:
-        """Parts that aren't in a layer run in the body; each is told by its own call how many tokens there are."""
-        run = functools.partial(self._run, None)
-        return self._installed(run) if self.tile_tokens else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def at_work_anywhere(self, shape: tuple[int, int] | None = None) -> Iterator[None]:
+        """The parts run in the body, on so many samples and tokens. Those that aren't in a layer are each told by their own
+        call how many there are."""
+        own = {part: part.__dict__.get("forward") for part in self._parts if self.tile_tokens}
+        try:
+            for part in own:
+                part.__dict__["forward"] = functools.partial(self._run, shape, part, part.forward)
+            yield
+        finally:
+            for part, forward in own.items():
+                part.__dict__.pop("forward", None)
+                if forward is not None:
+                    part.__dict__["forward"] = forward
 
     def hooks_on(self, model: nn.Module) -> list[Any]:
         """Calls of the model have its parts at work from now on, but for trials past its hooks."""
@@ -147,19 +156,6 @@ class TokenTiles:
             model.register_forward_pre_hook(ModelHook(begin, with_arguments=True)),
             model.register_forward_hook(end, always_call=True),
         ]
-
-    @contextlib.contextmanager
-    def _installed(self, run: Callable[..., Any]) -> Iterator[None]:
-        own = {part: part.__dict__.get("forward") for part in self._parts}
-        try:
-            for part in own:
-                part.__dict__["forward"] = functools.partial(run, part, part.forward)
-            yield
-        finally:
-            for part, forward in own.items():
-                part.__dict__.pop("forward", None)
-                if forward is not None:
-                    part.__dict__["forward"] = forward
 
     def _run(
         self, shape: tuple[int, int] | None, part: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any

@@ -16,7 +16,7 @@ import enum
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,14 +51,6 @@ class _Role(enum.Enum):
     NUMBER = ""
 
 
-class _Call(NamedTuple):
-    """The tensors among a call's arguments, their roles (None if unknown), and what puts others in their places."""
-
-    tensors: Sequence[torch.Tensor]
-    roles: Sequence[_Role | None]
-    put_together: Callable[[Any], Any]
-
-
 class UnpaddedLayer:
     """How a layer of the model is called with real tokens alone, if it can be."""
 
@@ -73,14 +65,15 @@ class UnpaddedLayer:
         if real is None or innermost_hooks() is not None:  # a checkpoint around it runs it again without the tokens
             return None, args, kwargs
         tensors, put_together = taken_apart((args, kwargs))
-        call = _Call(tensors, [_role(tensor, real) for tensor in tensors], put_together)
-        if not self._can(call, real):
+        roles = [_role(tensor, real) for tensor in tensors]
+        if not self._can(real, tensors, roles, put_together):
             return None, args, kwargs
-        row = [_in_a_row(tensor, role, real) for tensor, role in zip(tensors, call.roles, strict=True)]
+        row = [_in_a_row(tensor, role, real) for tensor, role in zip(tensors, roles, strict=True)]
         return (real, *put_together(row))
 
-    def _can(self, call: _Call, real: RealTokens) -> bool:
-        tensors, roles, put_together = call
+    def _can(
+        self, real: RealTokens, tensors: list[torch.Tensor], roles: list[_Role | None], put_together: Callable[[Any], Any]
+    ) -> bool:
         rest = put_together([...] * len(tensors))
         if None in roles or not all(map(is_plain, (*rest[0], *rest[1].values()))):
             return False
@@ -92,23 +85,22 @@ class UnpaddedLayer:
         dtypes = [tensor.dtype for tensor in tensors]
         key = (*roles, *dtypes, *plain, *modules, torch.is_autocast_enabled(), has_hooks_inside(self._module))
         if key not in self._found:
-            self._found[key] = self._reason_against(key, rest, call)
+            trial = functools.partial(_examine, tensors, roles, put_together, self._forward)
+            self._found[key] = self._reason_against((key, repr(rest)), tensors, trial)
         windows = [getattr(child, "sliding_window", None) for child in self._module.modules()]
         if self._found[key] is not None or any(isinstance(window, int) and window < real.width for window in windows):
             return False
         masks = (tensor for tensor, role in zip(tensors, roles, strict=True) if role is _Role.MASK)
         return all(map(real.hides_padding_alone, masks))
 
-    def _reason_against(self, key: Hashable, rest: Any, call: _Call) -> str | None:
+    def _reason_against(self, key: Hashable, tensors: list[torch.Tensor], trial: Callable[..., str | None]) -> str | None:
         children = [child for child in self._module.modules() if child is not self._module]
         # Llama 4 scales queries by the place in the row, from some thousands of tokens on.
         if any(getattr(at, "attn_temperature_tuning", False) and not getattr(at, "use_rope", False) for at in children):
             return "it counts tokens by itself"
-        shapes = tuple((tensor.shape[2:], tensor.dtype, tensor.device.type) for tensor in call.tensors)
-        kind = (key, code_of(self._module), shapes, repr(rest))
-        trial = functools.partial(_examine, call, self._forward)
-        tried = functools.partial(tried_out, self._module, call.tensors[0].device, trial)
-        return reason_against(self._module, children, kind, tried)
+        shapes = tuple((tensor.shape[2:], tensor.dtype, tensor.device.type) for tensor in tensors)
+        tried = functools.partial(tried_out, self._module, tensors[0].device, trial)
+        return reason_against(self._module, children, (key, code_of(self._module), shapes), tried)
 
 
 def _role(tensor: torch.Tensor, real: RealTokens) -> _Role | None:
@@ -213,9 +205,10 @@ def attend_within_samples(
     return torch.cat(each, dim=2)
 
 
-def _examine(call: _Call, forward: Callable[..., Any], device: torch.device) -> str | None:
+def _examine(
+    tensors: list[torch.Tensor], roles: list[_Role | None], put_together: Any, forward: Any, device: torch.device
+) -> str | None:
     """Tries a layer on one row of two made-up samples, and on one of them alone. Returns why it computes padding, or None."""
-    tensors, roles, put_together = call
     first, second = _LENGTHS
     real = RealTokens.of_counts(_LENGTHS, _LENGTHS, second, device)
     row = [_made_up(tensor, role, device) for tensor, role in zip(tensors, roles, strict=True)]

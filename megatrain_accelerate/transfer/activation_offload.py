@@ -157,34 +157,29 @@ class ActivationOffloader:
         """Runs of layers from one that is recorded to the next (``Placement.offload_spacing``)."""
         self._streams, self._meter = meter.streams, meter
         self._run = 0
-        self.leaving: collections.deque[_Departure] = collections.deque()
-        """What is on its way to the host, and still held on the device."""
+        self.leaving: list[_Departure] = []
         self._recordings: weakref.WeakKeyDictionary[Tape, dict[int, list[tuple[int, Recording]]]] = weakref.WeakKeyDictionary()
 
     def run_begins(self) -> None:
         """A layer is about to run forward: of the runs before it the last one that left may still hold device memory."""
         self._run += 1
-        self._drop_strays()
-        while self.leaving and self.leaving[0].run < max(self._run - self.spacing, self.leaving[-1].run):
-            self.give_up(self.leaving.popleft())
+        self.give_up([left for left in self.leaving if left.run < max(self._run - self.spacing, self.leaving[-1].run)])
 
     def settle(self) -> None:
         """A backward ended: all device memory whose copy was issued is given up."""
-        self._drop_strays()
-        while self.leaving:
-            self.give_up(self.leaving.popleft())
+        self.give_up(list(self.leaving))
 
-    def give_up(self, departure: _Departure) -> None:
-        """Gives up the device's memory of what has left."""
-        # WAR: the copy out must be over before the allocator hands the memory to other kernels.
-        self._meter.compute_waits_for(departure.copied_event, Cause.D2H)
-        for parcel in departure.parcels:
-            parcel.leave_device()
-
-    def _drop_strays(self) -> None:
+    def give_up(self, departures: Iterable[_Departure]) -> None:
+        """Gives up the device's memory of what has left, and of strays."""
         while self.strays:
             self.wait_for(self.strays[0][0])
             self.strays.popleft()
+        for departure in departures:
+            self.leaving.remove(departure)
+            # WAR: the copy out must be over before the allocator hands the memory to other kernels.
+            self._meter.compute_waits_for(departure.copied_event, Cause.D2H)
+            for parcel in departure.parcels:
+                parcel.leave_device()
 
     def wait_for(self, arrival: _Arrival) -> None:
         """The compute stream waits until a copy from the host is over."""
@@ -219,11 +214,8 @@ class ActivationOffloader:
         """Starts the copies back for one run of a call (see :meth:`send`), and for what backward comes to next."""
         if not self._recordings:
             return
-        self._drop_strays()
         near = range(position - self.spacing, position + 1)
-        for departure in [d for d in self.leaving if d.tape is not tape or d.position not in near]:
-            self.leaving.remove(departure)
-            self.give_up(departure)
+        self.give_up([left for left in self.leaving if left.tape is not tape or left.position not in near])
         calls = self._recordings.get(tape, {})
         runs = [(position, run), (position, run - 1)]  # backward takes a call's runs from the last
         if not run:

@@ -44,8 +44,7 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all
 
 
 class Gather:
-    """The parts into which weights are cut, and the collective that puts them together. All ranks make it, and call it for
-    the same layers in the same order."""
+    """The parts into which weights are cut, and the collective that puts them together. All ranks make it."""
 
     def __init__(self, file: SharedFile, ranks: Ranks) -> None:
         self._ranks = ranks

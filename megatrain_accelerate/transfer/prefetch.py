@@ -63,12 +63,10 @@ class Prefetcher:
 
     @property
     def device_bytes(self) -> int:
-        """Of the shared slots that there are."""
         return sum(slot.buffer.numel() for slot in self.slots)
 
     @property
     def held_bytes(self) -> int:
-        """Of the slots of :meth:`hold`."""
         return sum(self.own_slots[index].buffer.numel() for index in self._held)
 
     @property
