@@ -67,11 +67,8 @@ def save_checkpoint(
         expected = _require_room(run_dir, trainer.model, trainer.optimizer, engine, trainer.args) if saves else 0
         if ranks is not None:
             staging = ranks.broadcast(staging)
-        with (
-            _saving_progress(staging, expected, show=saves and not trainer.args.disable_tqdm),
-            _saving_to(trainer, staging),
-            _logged_without(staging.name),
-        ):
+        shows = saves and not trainer.args.disable_tqdm
+        with _saving_progress(staging, expected, show=shows), _saving_to(trainer, staging):
             original(trainer, model, trial, *args, **kwargs)
         meet("a written checkpoint")
         if saves:
@@ -92,27 +89,25 @@ def save_checkpoint(
 
 @contextlib.contextmanager
 def _saving_to(trainer: Any, folder: Path) -> Iterator[None]:
-    """The Trainer writes its checkpoint below ``folder``, and doesn't upload it from there: uploads outlive the save."""
-    trainer._get_output_dir = lambda trial: str(folder)
-    trainer._push_from_checkpoint = lambda checkpoint_folder: None
-    try:
-        yield
-    finally:
-        del trainer._get_output_dir, trainer._push_from_checkpoint
-
-
-def _logged_without(folder: str) -> contextlib.AbstractContextManager[None]:
-    """Log messages of the body name a checkpoint by the path that it will have, and not by the one below ``folder``."""
+    """The Trainer writes its checkpoint below ``folder``, and doesn't upload it from there: uploads outlive the save. Log
+    messages name the checkpoint by the path that it will have."""
     make = logging.getLogRecordFactory()
 
     def renamed(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
         with contextlib.suppress(TypeError, ValueError):  # a message that doesn't fit its arguments is logging's to report
-            if folder in (message := record.getMessage()):
-                record.msg, record.args = message.replace(f"{folder}/", ""), ()
+            if folder.name in (message := record.getMessage()):
+                record.msg, record.args = message.replace(f"{folder.name}/", ""), ()
         return record
 
-    return replaced(logging, "_logRecordFactory", renamed)
+    trainer._get_output_dir = lambda trial: str(folder)
+    trainer._push_from_checkpoint = lambda checkpoint_folder: None
+    logging.setLogRecordFactory(renamed)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make)
+        del trainer._get_output_dir, trainer._push_from_checkpoint
 
 
 def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
@@ -165,14 +160,11 @@ def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only
     weights = sum(tensor.numel() * tensor.element_size() for tensor in saved)
     if save_only_model or optimizer is None:
         return {"weights": weights}
-    views = {
-        state.parameter: views_of(state, unit.promised_moments(state))
-        for unit in engine.runtime.units
-        for state in unit.states
-        if state.entry.spec.trainable
-    }
-    parameters = parameters_of(optimizer)
-    entries = {parameter: {**optimizer.state.get(parameter, {}), **views.get(parameter, {})} for parameter in parameters}
+    entries = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters_of(optimizer)}
+    for unit in engine.runtime.units:
+        for state in unit.states:
+            if state.entry.spec.trainable and state.parameter in entries:
+                entries[state.parameter].update(views_of(state, unit.promised_moments(state)))
     return {"weights": weights, "optimizer": saved_bytes(entries, engine.config.host_memory_gib)}
 
 
