@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import functools
 import json
 import logging
@@ -27,6 +26,7 @@ from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.optim.host_step import parameters_of
 from megatrain_accelerate.optim.moment_states import saved_bytes, views_of
+from megatrain_accelerate.pages import libc
 from megatrain_accelerate.progress import progress_bar
 from megatrain_accelerate.units import GIB
 
@@ -266,12 +266,10 @@ def _keep_files_of_others(target: Path, folder: Path) -> None:
 
 def exchange(first: Path, second: Path) -> bool:
     """Swaps two folders' names in one move; False where the system or the file system can't."""
-    try:
-        rename: Any = ctypes.CDLL(None).renameat2
-    except (AttributeError, OSError):
-        return False
+    rename = getattr(libc, "renameat2", None)
     at_working_directory, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of <linux/fs.h>
-    return rename(at_working_directory, os.fsencode(first), at_working_directory, os.fsencode(second), exchange) == 0
+    names = at_working_directory, os.fsencode(first), at_working_directory, os.fsencode(second)
+    return rename is not None and rename(*names, exchange) == 0
 
 
 def write_masters(model: nn.Module, engine: Engine, folder: Path, max_shard_gib: float) -> list[Path]:
