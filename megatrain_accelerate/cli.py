@@ -18,7 +18,7 @@ from megatrain_accelerate import __version__, tracing
 from megatrain_accelerate.configs.from_deepspeed import convert
 from megatrain_accelerate.errors import ConfigError, MegatrainError
 from megatrain_accelerate.estimate import command as estimate
-from megatrain_accelerate.tracing import DEFAULT_STEP, NOTES, PERFETTO_TRACE, PICTURE, RAW_TRACE, TraceRequest
+from megatrain_accelerate.tracing import DEFAULT_STEP, ENV_TRACE_DIR, ENV_TRACE_STEP, NOTES, PERFETTO_TRACE, PICTURE, RAW_TRACE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,7 +110,7 @@ def _trace(options: argparse.Namespace) -> int:
         options.error("the training's command is missing: megatrain trace --out DIR -- accelerate launch ... train.py")
     if options.step < 2:  # the first one's forward follows no step, so that it has no host step to show
         raise ConfigError(f"step {options.step} can't be traced: a period begins with the step before; use 2 or more")
-    request, folder = TraceRequest(options.out, options.step), options.out
+    folder, asked = options.out, {ENV_TRACE_DIR: str(options.out.absolute()), ENV_TRACE_STEP: str(options.step)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (RAW_TRACE, f"partial_{RAW_TRACE}", PERFETTO_TRACE, PICTURE):
@@ -118,7 +118,7 @@ def _trace(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"--out {folder}: {error}; name a folder that can be written to") from error
     try:
-        process = subprocess.Popen(command, env={**os.environ, **request.environment()})
+        process = subprocess.Popen(command, env={**os.environ, **asked})
     except OSError as error:
         raise ConfigError(f"the command can't be started: {error}; write it behind -- as in the shell") from error
     status = None
@@ -134,7 +134,7 @@ def _trace(options: argparse.Namespace) -> int:
     if (folder / PERFETTO_TRACE).exists():
         return status
     print(
-        f"megatrain trace: no step was traced. Did the training reach optimizer step {request.step} (--step), and is "
+        f"megatrain trace: no step was traced. Did the training reach optimizer step {options.step} (--step), and is "
         "megatrain on in it (distributed_type: MEGATRAIN in the yaml, or --megatrain)?",
         file=sys.stderr,
     )

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from megatrain_accelerate.hooks import ModelHook, weakly
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.plan.layer_discovery import active_parameters
 from megatrain_accelerate.store.host_limits import process_bytes
-from megatrain_accelerate.tracing import LAUNCHER, NOTES, RAW_TRACE, WORKER, TraceRequest
+from megatrain_accelerate.tracing import DEFAULT_STEP, ENV_TRACE_DIR, ENV_TRACE_STEP, LAUNCHER, NOTES, RAW_TRACE, WORKER
 from megatrain_accelerate.transfer.meter import Cause, Counters
 from megatrain_accelerate.units import GB, GIB
 
@@ -222,21 +223,20 @@ def trace_if_asked(optimizer: Optimizer, engine: Engine) -> None:
     """Traces a step of this optimizer, if the process was asked to; the one that was prepared last counts. Of several ranks
     the first does."""
     global _hook
-    request = TraceRequest.from_environment()
-    ranks = engine.runtime.ranks
-    if request is None or (ranks is not None and ranks.rank) or _trace_began:
+    folder, ranks = os.environ.get(ENV_TRACE_DIR), engine.runtime.ranks
+    if not folder or (ranks is not None and ranks.rank) or _trace_began:
         return
     if _hook is not None:
         _hook.remove()
-    trace = _trace(engine, request)
+    trace = _trace(engine, Path(folder), int(os.environ.get(ENV_TRACE_STEP, DEFAULT_STEP)))
     _hook = optimizer.register_step_pre_hook(lambda *_: next(trace, None))
 
 
-def _trace(engine: Engine, request: TraceRequest) -> Iterator[None]:
-    """Profiles the period that ends when the requested step is submitted, and writes it down; is resumed when a step begins.
+def _trace(engine: Engine, folder: Path, step: int) -> Iterator[None]:
+    """Profiles the period that ends when ``step``, from 2, is submitted, and writes it down; is resumed when a step begins.
     The period before it is profiled too and thrown away: a profiler's first events are slow."""
     global _trace_began
-    for _ in range(request.step - 3):
+    for _ in range(step - 3):
         yield
     _trace_began = True
     has_gpu = engine.device.type == "cuda"
@@ -244,7 +244,7 @@ def _trace(engine: Engine, request: TraceRequest) -> Iterator[None]:
     profiler.start()
     worker_spans: list[tuple[str, int, int]] = []
     engine.runtime.worker.on_work_done = lambda *span: worker_spans.append(span)
-    if request.step > 2:
+    if step > 2:
         yield
     counters = counters_of(engine)
     begin_ns = time.perf_counter_ns()
@@ -256,7 +256,7 @@ def _trace(engine: Engine, request: TraceRequest) -> Iterator[None]:
     wait_ms = wait_ms_by_cause(difference(counters_of(engine), counters))
     shares = bound_shares(wait_ms, (end_ns - begin_ns) / 1e6)
     notes = {
-        "step": request.step,
+        "step": step,
         "device": torch.cuda.get_device_name(engine.device) if has_gpu else "the CPU",
         "pid": os.getpid(),
         "threads": {LAUNCHER: threading.get_native_id(), WORKER: engine.runtime.worker.thread.native_id},
@@ -270,7 +270,7 @@ def _trace(engine: Engine, request: TraceRequest) -> Iterator[None]:
     }
     profiler.add_metadata_json(NOTES, json.dumps(notes))
     profiler.stop()
-    request.folder.mkdir(parents=True, exist_ok=True)
-    partial = request.folder / f"partial_{RAW_TRACE}"
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"partial_{RAW_TRACE}"
     profiler.export_chrome_trace(str(partial))
-    partial.rename(request.folder / RAW_TRACE)
+    partial.rename(folder / RAW_TRACE)
