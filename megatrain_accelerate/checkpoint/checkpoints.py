@@ -161,10 +161,9 @@ def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only
     if save_only_model or optimizer is None:
         return {"weights": weights}
     entries = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters_of(optimizer)}
-    for unit in engine.runtime.units:
-        for state in unit.states:
-            if state.entry.spec.trainable and state.parameter in entries:
-                entries[state.parameter].update(views_of(state, unit.promised_moments(state)))
+    for parameter, entry in entries.items():
+        if (state := engine.runtime.state_of(parameter)) is not None and state.entry.spec.trainable:
+            entry.update(views_of(state, engine.runtime.part_of(state).unit.promised_moments(state)))
     return {"weights": weights, "optimizer": saved_bytes(entries, engine.config.host_memory_gib)}
 
 
@@ -294,7 +293,6 @@ def write_masters(model: nn.Module, engine: Engine, folder: Path, max_shard_gib:
 
 
 def _write_shards(model: nn.Module, engine: Engine, folder: Path, max_shard_bytes: int) -> list[str]:
-    homes = {id(state.parameter): (unit, state) for unit in engine.runtime.units for state in unit.states}
     tensors = dict(_saved_tensors(model))
     split = split_state_dict_into_shards_factory(
         tensors, get_storage_size=_fp32_bytes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes
@@ -303,9 +301,8 @@ def _write_shards(model: nn.Module, engine: Engine, folder: Path, max_shard_byte
         values = {}
         for name in names:
             tensor = tensors[name]
-            if id(tensor) in homes:
-                unit, state = homes[id(tensor)]
-                values[name] = unit.read_master(state)
+            if (state := engine.runtime.state_of(tensor)) is not None:
+                values[name] = engine.runtime.part_of(state).unit.read_master(state)
             else:
                 kept = torch.float32 if tensor.is_floating_point() else tensor.dtype
                 values[name] = tensor.detach().to("cpu", kept, copy=True)

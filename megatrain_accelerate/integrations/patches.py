@@ -16,8 +16,6 @@ transformers 4.46.1, 4.46.3, 4.51.3, 4.57.6, 5.0.0, 5.17.0 and 5.23.0; of peft t
 
 
 class Patch(NamedTuple):
-    """One changed thing."""
-
     target: str
     """``module:Class.name``, a method or a property."""
     replacement: str
