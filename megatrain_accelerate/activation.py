@@ -23,7 +23,6 @@ _base_config: MegatrainConfig | None = None
 
 
 def is_disabled() -> bool:
-    """Whether the user's off switch is set."""
     return os.environ.get(ENV_DISABLE, "").lower() in ("1", "true", "yes")
 
 

@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatrain_accelerate import __version__, tracing
-from megatrain_accelerate.configs import command as config
-from megatrain_accelerate.doctor import command as doctor
+from megatrain_accelerate.configs.from_deepspeed import convert
 from megatrain_accelerate.errors import ConfigError, MegatrainError
 from megatrain_accelerate.estimate import command as estimate
-from megatrain_accelerate.tracing import DEFAULT_STEP, NOTES, PERFETTO_TRACE, PICTURE, RAW_TRACE, TraceRequest
+from megatrain_accelerate.tracing import DEFAULT_STEP, ENV_TRACE_DIR, ENV_TRACE_STEP, NOTES, PERFETTO_TRACE, PICTURE, RAW_TRACE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a subcommand; by default that of the process's arguments. Returns the exit status."""
+    """Runs a subcommand, whose errors are one line; by default that of the process's arguments. Returns the exit status: that
+    of SIGPIPE if the output's reader (``| head``) has seen enough."""
     parser = argparse.ArgumentParser(prog="megatrain", description="Tools around trainings with megatrain_accelerate.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show versions and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="subcommand")
@@ -54,17 +54,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Looks at versions, hooks, limits and memory, and measures the link, the host's memory and its kernels. "
         "The exit status is 1 if something keeps training from running.",
     )
-    doctor.add_arguments(checkup)
-    checkup.set_defaults(run=doctor.run)
+    checkup.add_argument("--folder", type=Path, default=Path("."), metavar="DIR", help="where checkpoints will go")
+    checkup.add_argument("--no-speed", action="store_true", help="measure nothing: look only")
+    checkup.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    checkup.set_defaults(run=_doctor)
+    recipes = {file.stem: file for file in (Path(__file__).parent / "configs").glob("*.yaml")}
     start = commands.add_parser(
         "config",
         help="print the yaml to begin with, for accelerate launch --config; or that of a recipe",
         description="Prints a yaml with comments: megatrain config > megatrain.yaml. RECIPE is one of "
-        f"{', '.join(sorted(config.recipes()))}; the first lines of each say what it is for.",
+        f"{', '.join(sorted(recipes))}; the first lines of each say what it is for.",
     )
-    config.add_arguments(start)
-    start.set_defaults(run=config.run)
-    return _while_read(parser.parse_args(arguments))
+    either = start.add_mutually_exclusive_group()
+    either.add_argument(
+        "recipe", nargs="?", default="megatrain", choices=sorted(recipes), metavar="RECIPE", help="default %(default)s"
+    )
+    either.add_argument(
+        "--from",
+        type=Path,
+        dest="source",
+        metavar="FILE",
+        help="convert a configuration for DeepSpeed: FILE is its JSON, or the yaml that accelerate config wrote for it",
+    )
+    start.set_defaults(run=_config, recipes=recipes)
+    options = parser.parse_args(arguments)
+    try:
+        status = int(options.run(options))
+        sys.stdout.flush()
+    except MegatrainError as error:
+        print(f"megatrain {options.subcommand}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # What is still buffered goes nowhere, or the interpreter would complain of it at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return status
 
 
 class _Version(argparse.Action):
@@ -79,21 +103,6 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _while_read(options: argparse.Namespace) -> int:
-    """Runs a subcommand, whose errors are one line; ends as by SIGPIPE if its reader (``| head``) has seen enough."""
-    try:
-        status = int(options.run(options))
-        sys.stdout.flush()
-    except MegatrainError as error:
-        print(f"megatrain {options.subcommand}: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
-        # What is still buffered goes nowhere, or the interpreter would complain of it at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    return status
-
-
 def _trace(options: argparse.Namespace) -> int:
     """Runs a training; writes the results once the step was traced. Returns its status; 1 if it ended well without a trace."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -101,7 +110,7 @@ def _trace(options: argparse.Namespace) -> int:
         options.error("the training's command is missing: megatrain trace --out DIR -- accelerate launch ... train.py")
     if options.step < 2:  # the first one's forward follows no step, so that it has no host step to show
         raise ConfigError(f"step {options.step} can't be traced: a period begins with the step before; use 2 or more")
-    request, folder = TraceRequest(options.out, options.step), options.out
+    folder, asked = options.out, {ENV_TRACE_DIR: str(options.out.absolute()), ENV_TRACE_STEP: str(options.step)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (RAW_TRACE, f"partial_{RAW_TRACE}", PERFETTO_TRACE, PICTURE):
@@ -109,7 +118,7 @@ def _trace(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"--out {folder}: {error}; name a folder that can be written to") from error
     try:
-        process = subprocess.Popen(command, env={**os.environ, **request.environment()})
+        process = subprocess.Popen(command, env={**os.environ, **asked})
     except OSError as error:
         raise ConfigError(f"the command can't be started: {error}; write it behind -- as in the shell") from error
     status = None
@@ -125,7 +134,7 @@ def _trace(options: argparse.Namespace) -> int:
     if (folder / PERFETTO_TRACE).exists():
         return status
     print(
-        f"megatrain trace: no step was traced. Did the training reach optimizer step {request.step} (--step), and is "
+        f"megatrain trace: no step was traced. Did the training reach optimizer step {options.step} (--step), and is "
         "megatrain on in it (distributed_type: MEGATRAIN in the yaml, or --megatrain)?",
         file=sys.stderr,
     )
@@ -149,3 +158,26 @@ def write_results(folder: Path) -> None:
         print(f"megatrain trace: {error}", file=sys.stderr, flush=True)
     # In one piece, on lines of its own: the training goes on, and draws its progress bars.
     print("\n" + "\n".join(lines), flush=True)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    """Prints the report; the exit status is 1 if something keeps training from running."""
+    from megatrain_accelerate.doctor import checks  # with torch, which the help does without
+
+    findings = list(checks.examine(options.folder, measures=not options.no_speed))
+    fit = all(finding.state != "broken" for finding in findings)
+    report = {"fit": fit, "findings": [vars(finding) for finding in findings]}
+    print(json.dumps(report, indent=2) if options.json else checks.table(findings))
+    return int(not fit)
+
+
+def _config(options: argparse.Namespace) -> int:
+    """Prints a yaml with its comments. Of a converted one these are shown beside it too, where it goes to a file."""
+    if options.source is None:
+        sys.stdout.write(options.recipes[options.recipe].read_text(encoding="utf-8"))
+        return 0
+    conversion = convert(options.source)
+    sys.stdout.write(conversion.yaml(options.source.name))
+    if not sys.stdout.isatty():
+        print(*conversion.lines(), sep="\n", file=sys.stderr)
+    return 0

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -70,21 +69,6 @@ COLOURS = {
 ROOM_FOR_A_LABEL = 0.011
 """Share of the period below which spans of one kind and layer are too narrow for their label."""
 _SPAN_NAME = re.compile(r"megatrain::(\w+)(?: \((.*)\))?$")
-
-
-class TraceRequest(NamedTuple):
-    folder: Path
-    step: int
-
-    def environment(self) -> dict[str, str]:
-        """The variables that hand the request to the processes of a command."""
-        return {ENV_TRACE_DIR: str(self.folder.absolute()), ENV_TRACE_STEP: str(self.step)}
-
-    @classmethod
-    def from_environment(cls) -> TraceRequest | None:
-        """The request that was handed to this process, or None."""
-        folder = os.environ.get(ENV_TRACE_DIR)
-        return cls(Path(folder), int(os.environ.get(ENV_TRACE_STEP, DEFAULT_STEP))) if folder else None
 
 
 class Span(NamedTuple):

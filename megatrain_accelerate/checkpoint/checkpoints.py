@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import functools
 import json
 import logging
@@ -27,6 +26,7 @@ from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.optim.host_step import parameters_of
 from megatrain_accelerate.optim.moment_states import saved_bytes, views_of
+from megatrain_accelerate.pages import libc
 from megatrain_accelerate.progress import progress_bar
 from megatrain_accelerate.units import GIB
 
@@ -67,11 +67,8 @@ def save_checkpoint(
         expected = _require_room(run_dir, trainer.model, trainer.optimizer, engine, trainer.args) if saves else 0
         if ranks is not None:
             staging = ranks.broadcast(staging)
-        with (
-            _saving_progress(staging, expected, show=saves and not trainer.args.disable_tqdm),
-            _saving_to(trainer, staging),
-            _logged_without(staging.name),
-        ):
+        shows = saves and not trainer.args.disable_tqdm
+        with _saving_progress(staging, expected, show=shows), _saving_to(trainer, staging):
             original(trainer, model, trial, *args, **kwargs)
         meet("a written checkpoint")
         if saves:
@@ -92,27 +89,25 @@ def save_checkpoint(
 
 @contextlib.contextmanager
 def _saving_to(trainer: Any, folder: Path) -> Iterator[None]:
-    """The Trainer writes its checkpoint below ``folder``, and doesn't upload it from there: uploads outlive the save."""
-    trainer._get_output_dir = lambda trial: str(folder)
-    trainer._push_from_checkpoint = lambda checkpoint_folder: None
-    try:
-        yield
-    finally:
-        del trainer._get_output_dir, trainer._push_from_checkpoint
-
-
-def _logged_without(folder: str) -> contextlib.AbstractContextManager[None]:
-    """Log messages of the body name a checkpoint by the path that it will have, and not by the one below ``folder``."""
+    """The Trainer writes its checkpoint below ``folder``, and doesn't upload it from there: uploads outlive the save. Log
+    messages name the checkpoint by the path that it will have."""
     make = logging.getLogRecordFactory()
 
     def renamed(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
         with contextlib.suppress(TypeError, ValueError):  # a message that doesn't fit its arguments is logging's to report
-            if folder in (message := record.getMessage()):
-                record.msg, record.args = message.replace(f"{folder}/", ""), ()
+            if folder.name in (message := record.getMessage()):
+                record.msg, record.args = message.replace(f"{folder.name}/", ""), ()
         return record
 
-    return replaced(logging, "_logRecordFactory", renamed)
+    trainer._get_output_dir = lambda trial: str(folder)
+    trainer._push_from_checkpoint = lambda checkpoint_folder: None
+    logging.setLogRecordFactory(renamed)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make)
+        del trainer._get_output_dir, trainer._push_from_checkpoint
 
 
 def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
@@ -165,14 +160,10 @@ def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only
     weights = sum(tensor.numel() * tensor.element_size() for tensor in saved)
     if save_only_model or optimizer is None:
         return {"weights": weights}
-    views = {
-        state.parameter: views_of(state, unit.promised_moments(state))
-        for unit in engine.runtime.units
-        for state in unit.states
-        if state.entry.spec.trainable
-    }
-    parameters = parameters_of(optimizer)
-    entries = {parameter: {**optimizer.state.get(parameter, {}), **views.get(parameter, {})} for parameter in parameters}
+    entries = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters_of(optimizer)}
+    for parameter, entry in entries.items():
+        if (state := engine.runtime.state_of(parameter)) is not None and state.entry.spec.trainable:
+            entry.update(views_of(state, engine.runtime.part_of(state).unit.promised_moments(state)))
     return {"weights": weights, "optimizer": saved_bytes(entries, engine.config.host_memory_gib)}
 
 
@@ -274,12 +265,10 @@ def _keep_files_of_others(target: Path, folder: Path) -> None:
 
 def exchange(first: Path, second: Path) -> bool:
     """Swaps two folders' names in one move; False where the system or the file system can't."""
-    try:
-        rename: Any = ctypes.CDLL(None).renameat2
-    except (AttributeError, OSError):
-        return False
+    rename = getattr(libc, "renameat2", None)
     at_working_directory, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of <linux/fs.h>
-    return rename(at_working_directory, os.fsencode(first), at_working_directory, os.fsencode(second), exchange) == 0
+    names = at_working_directory, os.fsencode(first), at_working_directory, os.fsencode(second)
+    return rename is not None and rename(*names, exchange) == 0
 
 
 def write_masters(model: nn.Module, engine: Engine, folder: Path, max_shard_gib: float) -> list[Path]:
@@ -304,7 +293,6 @@ def write_masters(model: nn.Module, engine: Engine, folder: Path, max_shard_gib:
 
 
 def _write_shards(model: nn.Module, engine: Engine, folder: Path, max_shard_bytes: int) -> list[str]:
-    homes = {id(state.parameter): (unit, state) for unit in engine.runtime.units for state in unit.states}
     tensors = dict(_saved_tensors(model))
     split = split_state_dict_into_shards_factory(
         tensors, get_storage_size=_fp32_bytes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes
@@ -313,9 +301,8 @@ def _write_shards(model: nn.Module, engine: Engine, folder: Path, max_shard_byte
         values = {}
         for name in names:
             tensor = tensors[name]
-            if id(tensor) in homes:
-                unit, state = homes[id(tensor)]
-                values[name] = unit.read_master(state)
+            if (state := engine.runtime.state_of(tensor)) is not None:
+                values[name] = engine.runtime.part_of(state).unit.read_master(state)
             else:
                 kept = torch.float32 if tensor.is_floating_point() else tensor.dtype
                 values[name] = tensor.detach().to("cpu", kept, copy=True)

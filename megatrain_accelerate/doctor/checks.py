@@ -1,4 +1,4 @@
-"""What a check finds, and the checks: of the software and of the machine; then measurements."""
+"""What a check finds, and the checks: of the software and of the machine; then measurements, and the report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -48,6 +49,9 @@ SLOW_STEP_SHARE = 0.6
 _SAME_SPEED = 0.75
 """Two measurements whose ratio is between this and its inverse don't contradict each other."""
 _SUM_ELEMENTS = 96 * MIB
+_WIDTH = 120
+_MARKS = {"ok": "ok", "note": "note", "slow": "SLOW", "broken": "BROKEN"}
+_TITLES = {"broken": "Training won't run:", "slow": "Training will be slower than it could be:", "note": "Worth knowing:"}
 _AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _REINSTALL = "pip install --force-reinstall --no-deps megatrain-accelerate, or `pip install --no-deps .` in a checkout"
 
@@ -324,3 +328,20 @@ def gpu() -> list[Finding]:
         remedy = "end what else runs there (nvidia-smi lists it): the plan fills 90% of what is free"
         return [Finding("GPU", "slow", f"{text}: others hold the rest", remedy, values)]
     return [Finding("GPU", "ok", text, values=values)]
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """The report in lines of text, what has to be done last."""
+    name_width = max(len(finding.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        head = f"{_MARKS[finding.state]:<6}  {finding.name:<{name_width}}  "
+        lines += textwrap.wrap(finding.text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+    for state, title in _TITLES.items():
+        chosen = [f"{finding.name}: {finding.remedy}" for finding in findings if finding.state == state and finding.remedy]
+        lines += ["", title] if chosen else []
+        for text in chosen:
+            lines += textwrap.wrap(text, _WIDTH, initial_indent="- ", subsequent_indent="  ")
+    if all(finding.state in ("ok", "note") for finding in findings):
+        lines += ["", "Nothing keeps this machine from training."]
+    return "\n".join(lines)

@@ -93,11 +93,11 @@ def run(options: argparse.Namespace) -> int:
     # To look for garbage among the million objects that imports make takes a fifth of the time to the first row.
     gc.disable()
     try:
-        from megatrain_accelerate.estimate import ladder, report
-        from megatrain_accelerate.estimate.findings import Estimate
+        from megatrain_accelerate.estimate import report
+        from megatrain_accelerate.estimate.findings import Estimate, ladder_estimates
 
         one = None if options.model is None else Estimate(options)
-        shown, drawn, asked = itertools.tee([one] if one else ladder.estimates(options), 3)
+        shown, drawn, asked = itertools.tee([one] if one else ladder_estimates(options), 3)
         if options.json:
             print(json.dumps(report.as_json(one) if one else [report.as_json(found) for found in shown], indent=2))
         else:

@@ -139,7 +139,7 @@ def _cells(row: Forecast) -> tuple[str, ...]:
 def _verdict(estimate: Estimate) -> Iterator[str]:
     """What is missing, and what helps; nothing if it fits."""
     if estimate.missing_host_bytes > 0:
-        missing = f"It doesn't fit: {_missing_host(estimate)} are missing"
+        missing = f"It doesn't fit: {estimate.missing_host_bytes / GIB:,.1f} GiB of host memory are missing"
         if (found := estimate.forecaster.settings_that_fit()) is None:
             yield f"{missing}, and no settings take so little: freeze a part of the model, or train LoRA adapters (PEFT)"
             return
@@ -158,10 +158,6 @@ def _verdict(estimate: Estimate) -> Iterator[str]:
             f"It doesn't fit: one sequence of {estimate.length:,} tokens takes {more} more than the {there} that are planned "
             f"with; {remedy}"
         )
-
-
-def _missing_host(estimate: Estimate) -> str:
-    return f"{estimate.missing_host_bytes / GIB:,.1f} GiB of host memory"
 
 
 def _other_tools(estimate: Estimate) -> dict[str, Any]:
@@ -256,7 +252,8 @@ def ladder_table(estimates: Iterable[Estimate]) -> Iterator[str]:
             stock = "stock, GPU GiB" if gpus == 1 else "FSDP2, GPU GiB"
             yield _ladder_line("model", "parameters", "host, GiB", stock, *titles)
         if estimate.missing_host_bytes > 0:
-            some_are_missing, cells = True, [f"{_missing_host(estimate)} are missing"]
+            some_are_missing = True
+            cells = [f"{estimate.missing_host_bytes / GIB:,.1f} GiB of host memory are missing"]
         else:
             speeds = ((f"{row.tokens_per_second:,.0f} ({row.gpu_bytes / GIB:.1f})", row.fits) for row in estimate.rows())
             cells = [text if fits else "-" for text, fits in speeds]

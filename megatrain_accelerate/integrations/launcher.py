@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from megatrain_accelerate.activation import ENV_ACTIVE, ENV_CONFIG, read_settings
-from megatrain_accelerate.config import MegatrainConfig, nearest, usable_cpu_count
+from megatrain_accelerate.config import MegatrainConfig, nearest, require_mapping, usable_cpu_count
 from megatrain_accelerate.errors import ConfigError, MegatrainError, UnsupportedError
 from megatrain_accelerate.integrations.training_arguments import CONFIG_HELP, FLAG_HELP, require_precision
 from megatrain_accelerate.integrations.wrapping import ensure_ready
@@ -53,8 +53,7 @@ def _section_of(config_dict: Mapping[str, Any]) -> YamlSection | None:
     typed = kind == TYPE
     if SECTION not in config_dict:
         return YamlSection(None, typed) if typed else None
-    # An empty section reads as None: `megatrain_config:` with nothing below.
-    settings = {} if config_dict[SECTION] is None else config_dict[SECTION]
+    settings = require_mapping(config_dict[SECTION], SECTION)
     MegatrainConfig.from_mapping(settings)
     return YamlSection(dict(settings), typed)
 

@@ -16,8 +16,6 @@ transformers 4.46.1, 4.46.3, 4.51.3, 4.57.6, 5.0.0, 5.17.0 and 5.23.0; of peft t
 
 
 class Patch(NamedTuple):
-    """One changed thing."""
-
     target: str
     """``module:Class.name``, a method or a property."""
     replacement: str
@@ -122,13 +120,12 @@ PATCHES = (
     # Reads and writes parameter.data: steps must be applied before, and what was written be streamed after.
     Patch(f"{_TUNER}.merge_adapter", "shared_parts:write_through(self)"),
     Patch(f"{_TUNER}.unmerge_adapter", "shared_parts:write_through(self)"),
-    # Unmerges what is merged, by parameter.data.
-    Patch(f"{_TUNER}.set_adapter", "shared_parts:unmerge_first(self)"),
-    # Reads and writes parameter.data: steps must be applied before, and what was written be streamed after.
     Patch(
         "trl.trainer.callbacks:SyncRefModelCallback.sync_target_model",
         "shared_parts:sync_target_model(model, target_model, alpha)",
     ),
+    # Unmerges what is merged, by parameter.data.
+    Patch(f"{_TUNER}.set_adapter", "shared_parts:unmerge_first(self)"),
     # --- Until PEFT unmerges before.
     # Unmerges what is merged when a layer runs next, when its weights are a slot's.
     Patch(f"{_TUNER}.disable_adapter_layers", "shared_parts:unmerge_first(self)"),

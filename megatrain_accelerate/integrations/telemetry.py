@@ -10,19 +10,21 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.hooks import RemovableHandle
 
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.hooks import ModelHook, weakly
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.plan.layer_discovery import active_parameters
 from megatrain_accelerate.store.host_limits import process_bytes
-from megatrain_accelerate.tracing import LAUNCHER, NOTES, RAW_TRACE, WORKER, TraceRequest
+from megatrain_accelerate.tracing import DEFAULT_STEP, ENV_TRACE_DIR, ENV_TRACE_STEP, LAUNCHER, NOTES, RAW_TRACE, WORKER
 from megatrain_accelerate.transfer.meter import Cause, Counters
 from megatrain_accelerate.units import GB, GIB
 
@@ -212,80 +214,63 @@ def on_log(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     original(*args, **kwargs)
 
 
-_current: StepTrace | None = None
+_hook: RemovableHandle | None = None
+"""On the steps of the optimizer that is followed."""
+_trace_began = False
 
 
 def trace_if_asked(optimizer: Optimizer, engine: Engine) -> None:
     """Traces a step of this optimizer, if the process was asked to; the one that was prepared last counts. Of several ranks
     the first does."""
-    global _current
-    request = TraceRequest.from_environment()
-    ranks = engine.runtime.ranks
-    if request is None or (ranks is not None and ranks.rank) or (_current is not None and _current.has_begun):
+    global _hook
+    folder, ranks = os.environ.get(ENV_TRACE_DIR), engine.runtime.ranks
+    if not folder or (ranks is not None and ranks.rank) or _trace_began:
         return
-    if _current is not None:
-        _current.handle.remove()
-    _current = StepTrace(optimizer, engine, request)
+    if _hook is not None:
+        _hook.remove()
+    trace = _trace(engine, Path(folder), int(os.environ.get(ENV_TRACE_STEP, DEFAULT_STEP)))
+    _hook = optimizer.register_step_pre_hook(lambda *_: next(trace, None))
 
 
-class StepTrace:
-    """Profiles the period that ends when the requested step is submitted, and writes it down. The period before it is profiled
-    too and thrown away: a profiler's first events are slow."""
-
-    def __init__(self, optimizer: Optimizer, engine: Engine, request: TraceRequest) -> None:
-        self._engine = engine
-        self._request = request
-        self._count = 0
-        self._profile: profile | None = None
-        self._worker_spans: list[tuple[str, int, int]] = []
-        self._begin_ns = 0
-        self._counters = Counters()
-        self.handle = optimizer.register_step_pre_hook(lambda *_: self._step_begins())
-
-    @property
-    def has_begun(self) -> bool:
-        return self._count >= max(1, self._request.step - 2)
-
-    def _step_begins(self) -> None:
-        self._count += 1
-        if self._profile is None and self.has_begun:
-            activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._engine.device.type == "cuda" else [])
-            self._profile = profile(activities=activities)
-            self._profile.start()
-            self._engine.runtime.worker.on_work_done = lambda *span: self._worker_spans.append(span)
-        if self._count == self._request.step - 1:
-            self._counters = counters_of(self._engine)
-            self._begin_ns = time.perf_counter_ns()
-        elif self._count == self._request.step:
-            self._finish(time.perf_counter_ns())
-
-    def _finish(self, end_ns: int) -> None:
-        assert self._profile is not None
-        engine = self._engine
-        self.handle.remove()
-        engine.runtime.worker.on_work_done = None
-        if engine.device.type == "cuda":
-            torch.cuda.synchronize(engine.device)
-        wait_ms = wait_ms_by_cause(difference(counters_of(engine), self._counters))
-        shares = bound_shares(wait_ms, (end_ns - self._begin_ns) / 1e6)
-        notes = {
-            "step": self._request.step,
-            "device": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "the CPU",
-            "pid": os.getpid(),
-            "threads": {LAUNCHER: threading.get_native_id(), WORKER: engine.runtime.worker.thread.native_id},
-            "begin_ns": self._begin_ns,
-            "end_ns": end_ns,
-            "clock_to_unix_ns": time.time_ns() - time.perf_counter_ns(),
-            "worker_spans": self._worker_spans,
-            "wait_ms": wait_ms,
-            "shares": shares,
-            "bound": describe_bound(shares),
-        }
-        self._profile.add_metadata_json(NOTES, json.dumps(notes))
-        self._profile.stop()
-        folder = self._request.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"partial_{RAW_TRACE}"
-        self._profile.export_chrome_trace(str(partial))
-        partial.rename(folder / RAW_TRACE)
-        self._profile = None
+def _trace(engine: Engine, folder: Path, step: int) -> Iterator[None]:
+    """Profiles the period that ends when ``step``, from 2, is submitted, and writes it down; is resumed when a step begins.
+    The period before it is profiled too and thrown away: a profiler's first events are slow."""
+    global _trace_began
+    for _ in range(step - 3):
+        yield
+    _trace_began = True
+    has_gpu = engine.device.type == "cuda"
+    profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * has_gpu)
+    profiler.start()
+    worker_spans: list[tuple[str, int, int]] = []
+    engine.runtime.worker.on_work_done = lambda *span: worker_spans.append(span)
+    if step > 2:
+        yield
+    counters = counters_of(engine)
+    begin_ns = time.perf_counter_ns()
+    yield
+    end_ns = time.perf_counter_ns()
+    engine.runtime.worker.on_work_done = None
+    if has_gpu:
+        torch.cuda.synchronize(engine.device)
+    wait_ms = wait_ms_by_cause(difference(counters_of(engine), counters))
+    shares = bound_shares(wait_ms, (end_ns - begin_ns) / 1e6)
+    notes = {
+        "step": step,
+        "device": torch.cuda.get_device_name(engine.device) if has_gpu else "the CPU",
+        "pid": os.getpid(),
+        "threads": {LAUNCHER: threading.get_native_id(), WORKER: engine.runtime.worker.thread.native_id},
+        "begin_ns": begin_ns,
+        "end_ns": end_ns,
+        "clock_to_unix_ns": time.time_ns() - time.perf_counter_ns(),
+        "worker_spans": worker_spans,
+        "wait_ms": wait_ms,
+        "shares": shares,
+        "bound": describe_bound(shares),
+    }
+    profiler.add_metadata_json(NOTES, json.dumps(notes))
+    profiler.stop()
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"partial_{RAW_TRACE}"
+    profiler.export_chrome_trace(str(partial))
+    partial.rename(folder / RAW_TRACE)

@@ -122,10 +122,8 @@ def choices_of(state: TrainerState) -> dict[str, Any]:
 
 def _is_a_users(owner: Any, name: str, packages: tuple[str, ...]) -> bool:
     """Whether the method of this name comes from outside of ``packages``."""
-    if name in vars(owner):
-        return True
     found = next((cls for cls in type(owner).__mro__ if name in vars(cls)), None)
-    return found is not None and found.__module__.partition(".")[0] not in packages
+    return name in vars(owner) or (found is not None and found.__module__.partition(".")[0] not in packages)
 
 
 def has_users_callback(trainer: Any, event: str) -> bool:

@@ -14,7 +14,7 @@ from transformers import Qwen2Config
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError
-from megatrain_accelerate.estimate import command, ladder, machine_description, report
+from megatrain_accelerate.estimate import command, findings, machine_description, report
 from megatrain_accelerate.estimate.findings import Estimate
 from megatrain_accelerate.estimate.forecast import Forecast, Forecaster
 from megatrain_accelerate.estimate.machine_description import (
@@ -224,9 +224,9 @@ def test_the_report_has_what_other_tools_take() -> None:
 
 
 def test_a_table_of_models_is_of_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {name: shape for name, shape in ladder._SHAPES.items() if name in ("Qwen2.5-0.5B", "Qwen3-30B-A3B")}
-    monkeypatch.setattr(ladder, "_SHAPES", kept)
-    found = list(ladder.estimates(parsed("--gpu", "RTX4090", "--gpus", "2", "--batch", "1", "--length", "512")))
+    kept = {name: shape for name, shape in findings._LADDER.items() if name in ("Qwen2.5-0.5B", "Qwen3-30B-A3B")}
+    monkeypatch.setattr(findings, "_LADDER", kept)
+    found = list(findings.ladder_estimates(parsed("--gpu", "RTX4090", "--gpus", "2", "--batch", "1", "--length", "512")))
     lines = list(report.ladder_table(found))
     assert any("FSDP2, GPU GiB" in line for line in lines)
     states = f"{8 * found[0].forecaster.parameters / GIB:.1f}"
@@ -235,6 +235,6 @@ def test_a_table_of_models_is_of_all_gpus(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_model_that_transformers_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = ladder._SHAPES["Qwen2.5-0.5B"]
-    monkeypatch.setattr(ladder, "_SHAPES", {"of another version": ("not_a_type", (), {}), "Qwen2.5-0.5B": known})
-    assert [found.model for found in ladder.estimates(parsed("--gpu", "RTX4090", "--gpus", "1"))] == ["Qwen2.5-0.5B"]
+    known = findings._LADDER["Qwen2.5-0.5B"]
+    monkeypatch.setattr(findings, "_LADDER", {"of another version": ("not_a_type", (), {}), "Qwen2.5-0.5B": known})
+    assert [found.model for found in findings.ladder_estimates(parsed("--gpu", "RTX4090", "--gpus", "1"))] == ["Qwen2.5-0.5B"]

@@ -91,9 +91,7 @@ class TestWithoutTheCommand:
 
     def test_a_training_is_not_touched(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(ENV_TRACE_DIR, raising=False)
-        monkeypatch.setattr(
-            telemetry, "StepTrace", lambda *_: pytest.fail("a training that nobody asked to trace is followed")
-        )
+        monkeypatch.setattr(telemetry, "_trace", lambda *_: pytest.fail("a training that nobody asked to trace is followed"))
         model, optimizer = self.prepare()
         engine = engine_of(model)
         assert engine is not None
@@ -102,7 +100,8 @@ class TestWithoutTheCommand:
 
     def test_and_is_followed_with_it(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv(ENV_TRACE_DIR, str(tmp_path))
-        followed = []
-        monkeypatch.setattr(telemetry, "StepTrace", lambda *arguments: followed.append(arguments))
+        begun = []
+        monkeypatch.setattr(telemetry, "_trace", lambda *_: map(begun.append, range(1, 7)))
         _, optimizer = self.prepare()
-        assert [arguments[0] for arguments in followed] == [optimizer]
+        assert len(optimizer._optimizer_step_pre_hooks) == 1  # type: ignore[attr-defined]
+        assert begun == list(range(1, 7))

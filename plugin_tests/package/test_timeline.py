@@ -206,9 +206,12 @@ class TestCommand:
     def test_the_commands_own_failure_is_handed_on(self, tmp_path: Path) -> None:
         assert cli.main(["trace", "--out", str(tmp_path), "--", sys.executable, "-c", "raise SystemExit(7)"]) == 7
 
-    def test_the_request_is_handed_on_by_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, value in tracing.TraceRequest(tmp_path / "x", 9).environment().items():
-            monkeypatch.setenv(name, value)
-        assert tracing.TraceRequest.from_environment() == tracing.TraceRequest(tmp_path / "x", 9)
-        monkeypatch.delenv(tracing.ENV_TRACE_DIR)
-        assert tracing.TraceRequest.from_environment() is None
+    @pytest.mark.parametrize(("option", "step"), [(["--step", "9"], "9"), ([], "5")])
+    def test_the_request_is_handed_on_by_environment(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], option: list[str], step: str
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        names = tracing.ENV_TRACE_DIR, tracing.ENV_TRACE_STEP
+        code = f"import os; print(*map(os.environ.get, {names}))"
+        assert cli.main(["trace", "--out", "x", *option, "--", sys.executable, "-c", code]) == 1
+        assert capfd.readouterr().out.split() == [str(tmp_path / "x"), step]
