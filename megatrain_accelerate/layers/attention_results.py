@@ -32,12 +32,16 @@ def is_attention(func: Any) -> bool:
     return func.name().partition(".")[0] in _ATTENTION
 
 
+def named_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments that an operation is given, by name."""
+    return {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
+
+
 def drop_rate(func: Any, args: Any, kwargs: Any) -> Any:
     """The probability with which an operation drops elements; None if it has no such argument."""
-    names = [argument.name for argument in func._schema.arguments]
     # One that is left out has its default, which is zero for all that have one.
-    rates = dict.fromkeys({"p", "dropout_p"}.intersection(names), 0.0)
-    given = {**rates, **dict(zip(names, args, strict=False)), **kwargs}
+    rates = dict.fromkeys({"p", "dropout_p"}.intersection(argument.name for argument in func._schema.arguments), 0.0)
+    given = {**rates, **named_arguments(func, args, kwargs)}
     return given.get("dropout_p", given.get("p"))
 
 

@@ -5,12 +5,12 @@ of module and inputs: dynamo lifts the weights bound to the module into inputs o
 matters. Layers that differ in what else the code reads of a module (a window, a flag) get graphs of their own, and so do those
 that record something inside (router logits), which is returned beside the output (:mod:`.output_recorder`).
 
-What backward computes again the compiler's partitioner decides: at a *memory budget* of 1.0 it saves all that backward reads,
-at 0.0 the inputs alone, and between them it gives up first what costs little to compute again
+What backward computes again the compiler's partitioner decides: at a *memory budget* of 1.0 it saves what backward reads, but
+for what costs nearly nothing, at 0.0 the inputs alone, and between them it gives up first what costs little to compute again
 (``torch._functorch.config.activation_memory_budget``). Attention's results are saved by each budget above 0.0: the partitioner
-weighs tensors, and doesn't see what an operation costs that gives several. Each budget has a graph of its own, which rounds in
-its own way. In backward other random numbers would be drawn: a graph that draws some saves everything, and a checkpoint runs
-the layer again.
+judges single tensors, and misses the cost of an operation that has several results. Each budget has a graph of its own, which
+rounds in its own way. In backward other random numbers would be drawn: a graph that draws some saves everything, and where
+memory is short such a layer runs as its own code, which a checkpoint runs again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.utils.flop_counter import flop_registry
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers import output_recorder
-from megatrain_accelerate.layers.attention_results import drop_rate, is_attention
+from megatrain_accelerate.layers.attention_results import drop_rate, is_attention, named_arguments
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, tensors_in
 from megatrain_accelerate.layers.output_recorder import Captures
@@ -57,11 +57,12 @@ RECOMPILE_LIMIT = 16
 """Graphs of one kind of layers: masks, attributes, sizes. Dynamo's own limit is 8; one that reads a counter should give up."""
 
 CANDIDATES = (0.01, 0.1, 0.2, 0.4, 0.6, 0.8)
-"""Budgets that are tried between 0.0 and 1.0; several may give one and the same graph. The least saves little but attention's
-results, which cost the most time for their bytes."""
+"""Budgets that are tried between 0.0 and 1.0; several may give one and the same graph. The smallest saves hardly more than
+attention's results, which cost the most time for their bytes."""
 
 _FLOPS_PER_BYTE = 200.0
-"""Matrix products that a GPU computes while it moves a byte of its memory: about 100 to 250 on all that compute in bf16."""
+"""Operations of matrix products that a GPU does while it moves a byte of its memory: about 100 to 250 on all that compute in
+bf16."""
 
 _ATTENTION_SLOWNESS = 1.5
 """Time of attention's forward beside a matrix product of as many operations."""
@@ -92,9 +93,9 @@ class MemoryBudget:
 
     value: float
     saved_share: float
-    """Bytes saved besides the inputs, as a share of those at 1.0."""
+    """Bytes saved: none more than at 0.0 is 0, as many as at 1.0 is 1."""
     recompute_share: float
-    """Time of what backward computes again, as a share of that at 0.0."""
+    """Time of what backward computes again: as much as at 0.0 is 1, as little as at 1.0 is 0."""
 
 
 NOTHING = MemoryBudget(0.0, 0.0, 1.0)
@@ -350,8 +351,8 @@ def _pad_keys(graph: torch.fx.Graph) -> None:
 
 
 def _looking_at(kind: _Kind) -> Any:
-    """A pass of Inductor's over the graph of forward and backward, before it is parted: one that draws saves everything, and
-    another one attention's results, by a mark for the partitioner, which ignores it at a budget of 0.0."""
+    """A pass of Inductor's over the graph of forward and backward, before it is divided into these. One that draws random
+    numbers saves everything; in any other, attention's results are marked to be saved, which a budget of 0.0 ignores."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Look(CustomGraphPass):
@@ -392,8 +393,9 @@ def _asking_for_budgets(kind: _Kind) -> Any:
 
 
 def budgets_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> tuple[MemoryBudget, ...]:
-    """The distinct budgets of a graph of forward and backward, from 0.0 to 1.0, without compiling anything. The graph, which
-    isn't changed, has the values of its nodes, as the partitioner takes it with these ``options``."""
+    """The distinct budgets of a graph of forward and backward, from 0.0 to 1.0, without compiling anything. The graph is as
+    the partitioner gets it with these ``options``, with a value without data for each node and the marks of attention. It
+    isn't changed."""
     found = {value: _saved_and_recomputed(graph, inputs, options, value) for value in (0.0, *CANDIDATES, 1.0)}
     (least, most_again), (most, again_in_any_case) = found[0.0], found[1.0]
     if most <= least or most_again <= again_in_any_case:
@@ -412,7 +414,8 @@ def budgets_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict
 def _saved_and_recomputed(
     graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any], value: float
 ) -> tuple[int, float]:
-    """Bytes that a budget saves besides the inputs, and the costs of what it computes again, in bytes of memory traffic."""
+    """Bytes that a budget saves besides the inputs, and the costs of what it computes again: bytes written, or for matrix
+    products those that the GPU could move meanwhile."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     copied = torch.fx.Graph()
@@ -452,11 +455,11 @@ def _costs(node: torch.fx.Node) -> float:
     given: Any = torch.fx.map_arg((node.args, node.kwargs), lambda argument: _concrete(argument.meta.get("val")))
     args, kwargs = given
     if _is_attention(node):
-        query, key = args[:2]
+        named = named_arguments(node.target, args, kwargs)
         # Samples in one row (T tokens, heads, head size) come with the longest one's length.
-        keys = args[6] if query.dim() == 3 else key.shape[-2]
-        is_causal = any(argument is True for argument in (*args, *kwargs.values()))
-        return _ATTENTION_SLOWNESS * (2.0 if is_causal else 4.0) * query.numel() * keys / _FLOPS_PER_BYTE
+        keys = args[6] if args[0].dim() == 3 else args[1].shape[-2]
+        products = 2.0 if named.get("is_causal", named.get("causal")) else 4.0
+        return _ATTENTION_SLOWNESS * products * args[0].numel() * keys / _FLOPS_PER_BYTE
     formula: Callable[..., Any] | None = flop_registry.get(getattr(node.target, "_overloadpacket", None))
     if formula is not None:
         return float(formula(*args, **kwargs, out_val=_concrete(node.meta["val"]))) / _FLOPS_PER_BYTE
