@@ -32,9 +32,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatrain_accelerate.parallel.order_check import OrderCheck
 from megatrain_accelerate.parallel.ranks import Ranks
-from megatrain_accelerate.parallel.shared_file import SharedFile
+from megatrain_accelerate.parallel.shared_file import OrderCheck, SharedFile
 from megatrain_accelerate.store.layout import part_bytes, part_of
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.meter import Cause, Meter
