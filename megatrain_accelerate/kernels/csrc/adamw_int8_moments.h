@@ -33,13 +33,6 @@ constexpr int32_t kSecondOffset = 0x3f8 - 255;
 constexpr float kLeastFirstScale = 0x1p-46f;
 constexpr float kLeastSecondScale = 0x1p-92f;
 
-struct Int8Moments {
-  int8_t* m;
-  uint8_t* v;
-  float* m_scale;
-  float* v_scale;
-};
-
 // Of non-negative numbers, whose order is that of their bits; above all others NaN, so that a block with one becomes NaN.
 MEGATRAIN_INLINE int32_t magnitude_bits(float value) { return static_cast<int32_t>(bits_of(value) & 0x7fffffffu); }
 
@@ -68,33 +61,33 @@ MEGATRAIN_INLINE int32_t code_of_share(float share, uint32_t random, int32_t off
   return bits < least ? below_least : code;
 }
 
-// 14.1 bytes of memory traffic a parameter on split masters. `begin` is a multiple of the block; the last block may be short.
-template <class Weights, class Gradients, bool kL2>
-struct AdamJob<Weights, Gradients, Int8Moments, kL2> {
-  Weights weights;
-  Gradients gradients;
-  Int8Moments moments;
-  AdamConstants constants;
-  Rounding rounding;
+struct Int8Moments {
+  int8_t* m;
+  uint8_t* v;
+  float* m_scales;
+  float* v_scales;
 
-  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
+  // `begin` is a multiple of the block; the last block may be short.
+  template <bool kL2, class Job>
+  MEGATRAIN_INLINE void step(const Job& job, int64_t begin, int64_t end) const {
     int64_t start = begin;
     for (; end - start >= kMomentBlock; start += kMomentBlock) {
-      block(start, kMomentBlock);
+      block<kL2>(job, start, kMomentBlock);
     }
     if (start < end) {
-      block(start, end - start);
+      block<kL2>(job, start, end - start);
     }
   }
 
-  MEGATRAIN_INLINE void block(int64_t start, int64_t count) const {
-    const AdamConstants c = constants;
-    const Weights w = weights;
-    const Gradients g = gradients;
-    int8_t* m_ = moments.m + start;
-    uint8_t* v_ = moments.v + start;
-    float& m_scale = moments.m_scale[start / kMomentBlock];
-    float& v_scale = moments.v_scale[start / kMomentBlock];
+  template <bool kL2, class Job>
+  MEGATRAIN_INLINE void block(const Job& job, int64_t start, int64_t count) const {
+    const AdamConstants c = job.constants;
+    const auto w = job.weights;
+    const auto g = job.gradients;
+    int8_t* m_ = m + start;
+    uint8_t* v_ = v + start;
+    float& m_scale = m_scales[start / kMomentBlock];
+    float& v_scale = v_scales[start / kMomentBlock];
     alignas(64) float new_m[kMomentBlock];
     alignas(64) float new_v[kMomentBlock];
     const float old_m_scale = m_scale;
@@ -119,8 +112,8 @@ struct AdamJob<Weights, Gradients, Int8Moments, kL2> {
     v_scale = scale_of(v_largest, kLeastSecondScale);
     const float m_factor = share_factor(m_scale);
     const float v_factor = share_factor(v_scale);
-    const uint32_t first = rounding.first_element + static_cast<uint32_t>(start);
-    const uint32_t seed = rounding.seed;
+    const uint32_t first = job.rounding.first_element + static_cast<uint32_t>(start);
+    const uint32_t seed = job.rounding.seed;
     MEGATRAIN_NO_OVERLAP
     for (int64_t i = 0; i < count; ++i) {
       const uint32_t random = rounding_bits(first + static_cast<uint32_t>(i), seed);
