@@ -17,6 +17,7 @@
 // same bits.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "adamw.h"
@@ -37,8 +38,7 @@ constexpr float kLeastSecondScale = 0x1p-92f;
 MEGATRAIN_INLINE int32_t magnitude_bits(float value) { return static_cast<int32_t>(bits_of(value) & 0x7fffffffu); }
 
 MEGATRAIN_INLINE float scale_of(int32_t largest_bits, float least) {
-  const float largest = float_of(static_cast<uint32_t>(largest_bits));
-  return largest < least ? least : largest;
+  return std::max(float_of(static_cast<uint32_t>(largest_bits)), least);
 }
 
 MEGATRAIN_INLINE float share_of_code(int32_t code, int32_t offset) {
@@ -101,10 +101,8 @@ struct Int8Moments {
       float m = m_code < 0 ? -magnitude : magnitude;
       float v = share_of_code(v_[i], kSecondOffset) * old_v_scale;
       w.store(start + i, adam_element<kL2>(c, w.load(start + i), g.load(start + i), m, v));
-      const int32_t m_bits = magnitude_bits(m);
-      const int32_t v_bits = magnitude_bits(v);
-      m_largest = m_bits > m_largest ? m_bits : m_largest;
-      v_largest = v_bits > v_largest ? v_bits : v_largest;
+      m_largest = std::max(m_largest, magnitude_bits(m));
+      v_largest = std::max(v_largest, magnitude_bits(v));
       new_m[i] = m;
       new_v[i] = v;
     }
@@ -122,8 +120,7 @@ struct Int8Moments {
       const int32_t m_code = code_of_share((m < 0.0f ? -m : m) * m_factor, random & 0xffffu, kFirstOffset);
       const int32_t v_code = code_of_share(v * v_factor, random >> 16, kSecondOffset);
       m_[i] = static_cast<int8_t>(m < 0.0f ? -m_code : m_code);
-      const int32_t least_code = v > 0.0f ? 1 : 0;
-      v_[i] = static_cast<uint8_t>(v_code < least_code ? least_code : v_code);
+      v_[i] = static_cast<uint8_t>(std::max(v_code, v > 0.0f ? 1 : 0));
     }
   }
 };
