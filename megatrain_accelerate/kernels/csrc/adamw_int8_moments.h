@@ -62,8 +62,8 @@ MEGATRAIN_INLINE int32_t code_of_share(float share, uint32_t random, int32_t off
 }
 
 struct Int8Moments {
-  int8_t* m;
-  uint8_t* v;
+  int8_t* m_codes;
+  uint8_t* v_codes;
   float* m_scales;
   float* v_scales;
 
@@ -84,8 +84,8 @@ struct Int8Moments {
     const AdamConstants c = job.constants;
     const auto w = job.weights;
     const auto g = job.gradients;
-    int8_t* m_ = m + start;
-    uint8_t* v_ = v + start;
+    int8_t* m_ = m_codes + start;
+    uint8_t* v_ = v_codes + start;
     float& m_scale = m_scales[start / kMomentBlock];
     float& v_scale = v_scales[start / kMomentBlock];
     alignas(64) float new_m[kMomentBlock];
@@ -98,13 +98,11 @@ struct Int8Moments {
     for (int64_t i = 0; i < count; ++i) {
       const int32_t m_code = m_[i];
       const float magnitude = share_of_code(m_code < 0 ? -m_code : m_code, kFirstOffset) * old_m_scale;
-      float m = m_code < 0 ? -magnitude : magnitude;
-      float v = share_of_code(v_[i], kSecondOffset) * old_v_scale;
-      w.store(start + i, adam_element<kL2>(c, w.load(start + i), g.load(start + i), m, v));
-      m_largest = std::max(m_largest, magnitude_bits(m));
-      v_largest = std::max(v_largest, magnitude_bits(v));
-      new_m[i] = m;
-      new_v[i] = v;
+      new_m[i] = m_code < 0 ? -magnitude : magnitude;
+      new_v[i] = share_of_code(v_[i], kSecondOffset) * old_v_scale;
+      w.store(start + i, adam_element<kL2>(c, w.load(start + i), g.load(start + i), new_m[i], new_v[i]));
+      m_largest = std::max(m_largest, magnitude_bits(new_m[i]));
+      v_largest = std::max(v_largest, magnitude_bits(new_v[i]));
     }
     m_scale = scale_of(m_largest, kLeastFirstScale);
     v_scale = scale_of(v_largest, kLeastSecondScale);
