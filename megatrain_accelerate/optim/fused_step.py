@@ -350,12 +350,11 @@ class FusedStep(HostStep):
 
     def layer_done(self, layer: Streamed, wait: Callable[[], None]) -> bool:
         """Steps the layer under the schedule ``backward``, if this backward is the last before the step."""
-        if self.schedule != "backward" or self.optimizer is None:
+        if self.schedule != "backward" or self.optimizer is None or layer.unit.is_on_device:
             return False
-        if layer.unit.is_on_device or not self.runtime.may_step_in_backward(layer):
+        # What was added to a script's own tensor waits for step(), which brings it into its place.
+        if not self.runtime.may_step_in_backward(layer) or any(state.has_foreign_gradient for state in layer.unit.states):
             return False
-        if any(state.has_foreign_gradient for state in layer.unit.states):
-            return False  # added to a script's own tensor: step() brings it into its place
         if not self._stepped_in_backward:  # once a backward: a model of experts has thousands of parameters
             refuse_unfused(self._optimizer.param_groups)
             self._group_of = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}

@@ -61,7 +61,7 @@ class Gather:
         ``stream``, which is current."""
         size_bytes, ranks = unit.layout.weight_bytes, self._ranks
         own_part = part_of(size_bytes, ranks.rank, ranks.size)
-        pieces, copied_bytes = unit.pieces_of_part(own_part, lambda begin, end: buffer[begin:end])
+        pieces, copied_bytes = unit.pieces_of_part(own_part, buffer)
         with meter.copying(Cause.H2D, copied_bytes):
             for source, target in pieces:
                 target.copy_(source, non_blocking=True)
