@@ -32,7 +32,7 @@ from megatrain_accelerate.integrations import import_hook
 from megatrain_accelerate.integrations.patches import PATCHES, TESTED_VERSIONS
 from megatrain_accelerate.integrations.wrapping import ensure_ready, installed_version
 from megatrain_accelerate.kernels.host import HostKernels
-from megatrain_accelerate.parallel.huge_file import open_huge_file
+from megatrain_accelerate.parallel.shared_file import open_huge_file
 from megatrain_accelerate.plan import machine
 from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES, cgroup_available_bytes
 from megatrain_accelerate.units import GB, GIB, MIB

@@ -4,7 +4,7 @@ the bytes of a reduce-scatter in bf16."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -144,7 +144,8 @@ class Exchange:
         self._made_event.record(streams.compute_stream)
         with streams.on(streams.d2h_stream), named_range(f"megatrain::exchange_gradients ({name})"):
             streams.d2h_stream.wait_event(self._made_event)
-            for bucket in _buckets(gradients):
+            flat = [piece for at in gradients for piece in at.view(-1).split(_BUCKET_BYTES // at.itemsize)]
+            for bucket in torch._utils._take_tensors(flat, _BUCKET_BYTES):  # of one dtype each
                 self._make_means(bucket)
             self._means_event.record(streams.d2h_stream)
 
@@ -164,17 +165,3 @@ class Exchange:
         mean_of_rows(received.view(ranks.size, of_rank), mean)
         all_gather(sent, mean)
         torch._foreach_copy_(list(pieces), list(sent[:count].split([piece.numel() for piece in pieces])))
-
-
-def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """All of them as flat pieces, of one dtype and together at most :data:`_BUCKET_BYTES` at a time."""
-    bucket: list[torch.Tensor] = []
-    for gradient in gradients:
-        for piece in gradient.view(-1).split(_BUCKET_BYTES // gradient.itemsize):
-            is_full = sum(other.nbytes for other in bucket) + piece.nbytes > _BUCKET_BYTES
-            if bucket and (is_full or piece.dtype != bucket[0].dtype):
-                yield bucket
-                bucket = []
-            bucket.append(piece)
-    if bucket:
-        yield bucket

@@ -148,15 +148,15 @@ class Fp32Sums:
         """A hook of the node by which autograd adds to a parameter's gradient: what is summed in fp32 is added here, and
         nothing is left for autograd."""
         fresh = arrived[0]
-        if fresh is not None and self._sums(state, fresh):
-            if state.parameter._post_accumulate_grad_hooks:
-                raise UnsupportedError(
-                    f"parameter {state.name} has a hook (register_post_accumulate_grad_hook), which wouldn't see the sum of "
-                    "several backwards; remove it, or set megatrain_config.accumulation_dtype to 'bf16'"
-                )
-            self.add(state, fresh)
-            return (None,)
-        return None
+        if fresh is None or not self._sums(state, fresh):
+            return None
+        if state.parameter._post_accumulate_grad_hooks:
+            raise UnsupportedError(
+                f"parameter {state.name} has a hook (register_post_accumulate_grad_hook), which wouldn't see the sum of "
+                "several backwards; remove it, or set megatrain_config.accumulation_dtype to 'bf16'"
+            )
+        self.add(state, fresh)
+        return (None,)
 
     def _sums(self, state: ParameterState, fresh: torch.Tensor) -> bool:
         """Whether ``fresh`` is to be added in fp32 to the gradient that is there."""

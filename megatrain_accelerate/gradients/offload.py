@@ -65,7 +65,6 @@ class GradientOffloader:
     ) -> None:
         self.streams, self.worker, self.meter, self.norms, self.sums = meter.streams, worker, meter, norms, sums
         self.steppers: list[UnitStepper] = []
-        """The optimizers that step the parameters."""
         # Those that pass through the host do so unit by unit, since that is how they are stepped.
         self._largest_unit = max(layout.gradient_bytes for layout in (*layers, *experts))
         self._largest = max(layout.gradient_bytes for layout in (*layers, *parts))
@@ -80,7 +79,6 @@ class GradientOffloader:
         self.takes_gradients = False
         """Whether the run trains."""
         self._staging: HostBuffers | None = None
-        """For gradients that are to be added to earlier ones."""
         self.last_copied_event = self.streams.event()
         """Complete when all gradients that were sent so far have arrived."""
         self.additions: dict[int, Ticket] = {}
@@ -272,12 +270,11 @@ class UnitGradients:
             # WAR: the copy of what used this slot last may still read it.
             offloader.meter.compute_waits_for(slot.grads_copied_event, Cause.D2H)
             views = slot.views(layout)
-            places, arrived = [views[row] for row in self.rows], gradients or [None] * len(self.rows)
-            if missing := [place for place, gradient in zip(places, arrived, strict=True) if gradient is None]:
+            arrived = dict(zip(self.rows, gradients or [None] * len(self.rows), strict=True))
+            if missing := [views[row] for row, gradient in arrived.items() if gradient is None]:
                 torch._foreach_zero_(missing)
-                places = [place for place, gradient in zip(places, arrived, strict=True) if gradient is not None]
-            if found := [gradient for gradient in arrived if gradient is not None]:
-                torch._foreach_copy_(places, found)
+            if found := {row: gradient for row, gradient in arrived.items() if gradient is not None}:
+                torch._foreach_copy_([views[row] for row in found], list(found.values()))
             if offloader.exchange is None:
                 self._take_norms(slot, views)
             slot.grads_ready_event.record(offloader.streams.compute_stream)

@@ -161,12 +161,10 @@ class HostKernels:
         memory traffic."""
         weight, residual, moments, grad, arguments, grad_residual, first_element = ParameterStep(*step, **others)
         dtype = torch.float32 if residual is None else _BF16
-        exp_avg, exp_avg_sq = moments.exp_avg, moments.exp_avg_sq
+        exp_avg, exp_avg_sq, *scales = moments
         moment_dtypes = (_BF16 if exp_avg.dtype == _BF16 else torch.float32), exp_avg.dtype
-        scales = [ctypes.c_void_p(), ctypes.c_void_p()]
         if isinstance(moments, Int8Moments):
             moment_dtypes = torch.int8, torch.uint8
-            scales = [ctypes.c_void_p(scale.data_ptr()) for scale in (moments.exp_avg_scale, moments.exp_avg_sq_scale)]
             if first_element % BLOCK_ELEMENTS:
                 raise KernelError(f"first_element is {first_element}; 8-bit moments need a multiple of {BLOCK_ELEMENTS}")
             of_blocks = {name: (getattr(moments, name), torch.float32) for name in ("exp_avg_scale", "exp_avg_sq_scale")}
@@ -175,7 +173,7 @@ class HostKernels:
                 raise KernelError(f"8-bit moments of {count:,} elements have {found:,} scales, not {block_count(count):,}")
         self._call(
             "adamw",
-            *scales,
+            *([ctypes.c_void_p(scale.data_ptr()) for scale in scales] or [ctypes.c_void_p()] * 2),
             8 * exp_avg.itemsize,
             arguments.constants,
             first_element,

@@ -16,17 +16,7 @@ from megatrain_accelerate.layers.layer import ExpertPart, StreamedExperts
 from megatrain_accelerate.layers.resident import Part, ResidentGroup
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.optim.host_step import Found, HostStep, narrowed_to, parameters_of
-from megatrain_accelerate.optim.moment_states import (
-    MOMENT_KEYS,
-    RESIDUAL_KEY,
-    own_copies,
-    shown_in_fp32,
-    shows,
-    take_over,
-    take_residual,
-    views_of,
-    without_residual,
-)
+from megatrain_accelerate.optim.moment_states import own_copies, show, shown_in_fp32, shows, take_over, without_residual
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.segments import plan_segments, segments_between, segments_of_experts, step_segments
 from megatrain_accelerate.store.unit import HostUnit
@@ -152,16 +142,9 @@ class FusedStep(HostStep):
         if not values:
             self._shown.discard(id(state.parameter))
             return
-        take_residual(state, values.get(RESIDUAL_KEY))
         entry = self._optimizer.state[state.parameter]
         entry["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
-        self._show(entry, state)
-
-    def _show(self, entry: dict[str, Any], state: ParameterState) -> None:
-        """Puts the store's views into the optimizer's state of a parameter, in the place of moments of any kind."""
-        for key in MOMENT_KEYS:
-            entry.pop(key, None)
-        entry.update(views_of(state))
+        show(entry, state)
         self._shown.add(id(state.parameter))
 
     @property
@@ -172,11 +155,10 @@ class FusedStep(HostStep):
     def retire(self, why: str, copies: bool = False) -> None:
         super().retire(why, copies)
         states = {} if self.optimizer is None else self.optimizer.state
-        entries = [entry for parameter, entry in states.items() if id(parameter) in self.parameter_ids]
-        for entry in entries:
-            entry.pop(RESIDUAL_KEY, None)  # the weights' own, wherever these go
+        own = {p: without_residual(entry) for p, entry in states.items() if id(p) in self.parameter_ids}
+        states.update(own)  # residuals are the weights' own, wherever these go
         if copies:
-            own_copies(entries, self.runtime.config.host_memory_gib)
+            own_copies(own.values(), self.runtime.config.host_memory_gib)
 
     def forget_backward(self) -> int:
         """Steps that were taken in a backward that no ``step()`` followed don't count any more, but the weights stay those
@@ -220,7 +202,8 @@ class FusedStep(HostStep):
             self.import_state(state, entry)
         if not entry:
             entry["step"] = torch.zeros((), dtype=torch.float32)
-            self._show(entry, state)
+            show(entry, state)
+            self._shown.add(id(state.parameter))
         return entry
 
     def _steps(self, found: Iterable[Found], numbers: Iterable[int], factors: dict[int, float]) -> list[Step]:
@@ -252,7 +235,7 @@ class FusedStep(HostStep):
         parameters = sum(segment.elements for segment in segments)
         meter, on_device, states = self.runtime.meter, self.runtime.states_on_device, unit.device_states
         if states is not None:
-            states.refuse_written(unit.name, [view for state, _ in steps for view in views_of(state).values()])
+            states.refuse_written(unit.name, [state for state, _ in steps])
         is_gathered = group is not None and self.runtime.gathers_groups
         readers_finished_event = group.announce_push() if group is not None and not is_gathered else None
         # In backward gradients may still be added up by the worker; step() checks those.
@@ -367,12 +350,11 @@ class FusedStep(HostStep):
 
     def layer_done(self, layer: Streamed, wait: Callable[[], None]) -> bool:
         """Steps the layer under the schedule ``backward``, if this backward is the last before the step."""
-        if self.schedule != "backward" or self.optimizer is None:
+        if self.schedule != "backward" or self.optimizer is None or layer.unit.is_on_device:
             return False
-        if layer.unit.is_on_device or not self.runtime.may_step_in_backward(layer):
+        # What was added to a script's own tensor waits for step(), which brings it into its place.
+        if not self.runtime.may_step_in_backward(layer) or any(state.has_foreign_gradient for state in layer.unit.states):
             return False
-        if any(state.has_foreign_gradient for state in layer.unit.states):
-            return False  # added to a script's own tensor: step() brings it into its place
         if not self._stepped_in_backward:  # once a backward: a model of experts has thousands of parameters
             refuse_unfused(self._optimizer.param_groups)
             self._group_of = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}

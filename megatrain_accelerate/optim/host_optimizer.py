@@ -152,7 +152,7 @@ class MasterStep(HostStep):
             name,
         )
 
-    def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
+    def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
         """Shows the optimizer fp32 masters and gradients in the place of the weights, and writes back what it made. Parameters
         of other modules are stepped as they are. Takes 8 bytes a streamed parameter of host memory while it runs, besides the
         optimizer's own state. Raises what :meth:`begin_step` and :meth:`allows` do."""
@@ -161,7 +161,7 @@ class MasterStep(HostStep):
         found, outside = self.with_gradients(optimizer)
         norm, factors = self.norm_and_factors(optimizer, found, outside)
         if not self.allows(norm):
-            return None
+            return
         shown: list[tuple[ParameterState, torch.Tensor]] = []
         try:
             with contextlib.ExitStack() as replaced:
@@ -176,7 +176,7 @@ class MasterStep(HostStep):
                     shown.append((state, master))
                 parameters = sum(master.numel() for _, master in shown)
                 with runtime.meter.blocked_by(Cause.HOST_STEP), runtime.meter.stepping(parameters):
-                    result = own_step()
+                    own_step()
         finally:
             for state, master in shown:
                 runtime.part_of(state).unit.write_master(state, master)
@@ -188,7 +188,6 @@ class MasterStep(HostStep):
                     part.push_weights(part.announce_push())
             runtime.drain()
             runtime.watch.begin()
-        return result
 
     def saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A ``state_dict()`` of the optimizer with the low bits of the masters; the given one stays as it is. Not of masters

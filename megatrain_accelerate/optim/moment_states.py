@@ -22,7 +22,6 @@ RESIDUAL_KEY = "master_residual"
 
 _INT8_KEYS = ("exp_avg_int8", "exp_avg_sq_int8", "exp_avg_scale", "exp_avg_sq_scale")
 _FLOAT_KEYS = ("exp_avg", "exp_avg_sq")
-MOMENT_KEYS = (*_FLOAT_KEYS, *_INT8_KEYS)
 
 
 def _keyed(moments: Moments | None) -> Iterable[tuple[str, torch.Tensor]]:
@@ -47,9 +46,16 @@ def shows(entry: dict[str, Any], state: ParameterState) -> bool:
     return "exp_avg" not in entry and all(entry.get(key) is view for key, view in _keyed(moments))
 
 
+def show(entry: dict[str, Any], state: ParameterState) -> None:
+    """Puts the store's views into an optimizer's state of a parameter, in the place of moments of any kind."""
+    for key in (*_FLOAT_KEYS, *_INT8_KEYS):
+        entry.pop(key, None)
+    entry.update(views_of(state))
+
+
 def take_over(state: ParameterState, values: dict[str, Any]) -> None:
-    """Sets a parameter's moments from an optimizer's state for it, of any of the three kinds; zero if that is empty. Where it
-    has two kinds, somebody put the one there that the store hasn't."""
+    """Sets a parameter's moments from an optimizer's state for it, of any of the three kinds, and its residual; moments are
+    zero if that is empty. Where it has two kinds, somebody put the one there that the store hasn't."""
     ours, coded = state.moments, _coded(values)
     assert ours is not None
     if not values:
@@ -64,6 +70,7 @@ def take_over(state: ParameterState, values: dict[str, Any]) -> None:
         for view, value in zip(ours, theirs, strict=True):
             if value.data_ptr() != view.data_ptr():
                 view.copy_(value)
+    take_residual(state, values.get(RESIDUAL_KEY))
 
 
 def take_residual(state: ParameterState, residual: Any) -> bool:

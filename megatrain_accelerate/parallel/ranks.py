@@ -82,11 +82,8 @@ class Ranks:
         self.place = where
         places = self.gather(where)
         if len(set(places)) > 1:
-            raise RankError(
-                "the ranks do different things: "
-                + ", ".join(f"rank {rank} is at {place!r}" for rank, place in enumerate(places))
-                + "; every process must run the same script on the same model"
-            )
+            they = ", ".join(f"rank {rank} is at {place!r}" for rank, place in enumerate(places))
+            raise RankError(f"the ranks do different things: {they}; every process must run the same script on the same model")
 
     def leave(self) -> None:
         """Ends gloo's threads before the interpreter ends: a thread that frees the tensors of the last exchange later than

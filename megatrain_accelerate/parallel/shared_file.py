@@ -1,25 +1,80 @@
-"""Memory that the ranks of one machine map together: a file without a name, of huge pages where the system allows that.
+"""Memory that the ranks of one machine map together: a file without a name, of huge pages where the system allows that. In it
+they compare what they exchange, too.
 
 Only the ranks' mappings and one descriptor of each hold it, none in processes that they fork, so that the kernel gives it
 back with the last rank, however that ends. It isn't bound by the size of ``/dev/shm``, which is 64 MiB in many containers.
+
+Most systems leave ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` at ``never``. Then shared memory has pages of 4 KiB:
+making them takes ten times as long, and the host's AdamW is slower on them. A tmpfs may have a setting of its own. So a helper
+process mounts one, in a mount namespace, hands over an open file, and ends. The mount goes with it; the file stays as long as
+it is open or mapped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
+import socket
+import subprocess
+import sys
+import tempfile
 import weakref
+import zlib
 from typing import Any
 
-from megatrain_accelerate.errors import HostMemoryError
+from megatrain_accelerate.errors import HostMemoryError, RankError
 from megatrain_accelerate.pages import Pages, map_pages
-from megatrain_accelerate.parallel.huge_file import open_huge_file
 from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.units import round_up
 
-_LENGTH = 1 << 44
+_FILE_BYTES = 1 << 44
 """16 TiB, more than any host has: the file takes memory only where somebody wrote to it."""
+_COMPARED = 1024
+"""How far one rank may be ahead of another and still be compared. Ranks meet in every step, so that none is further ahead."""
+_HELPER_SECONDS = 10.0
+"""The helper's limit; it takes 20 ms."""
+
+_HELPER = r"""
+import ctypes, os, socket, sys
+libc = ctypes.CDLL(None, use_errno=True)
+def call(name, *arguments):
+    if getattr(libc, name)(*arguments) != 0:
+        raise OSError(ctypes.get_errno(), name)
+CLONE_NEWNS, CLONE_NEWUSER, MS_REC_PRIVATE = 0x20000, 0x10000000, 0x44000
+user, group = os.geteuid(), os.getegid()
+call("unshare", CLONE_NEWNS | (CLONE_NEWUSER if user else 0))
+if user:  # who isn't mapped can't own a file
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        with open(f"/proc/self/{name}", "w") as entry:
+            entry.write(text)
+call("mount", b"none", b"/", None, MS_REC_PRIVATE, None)
+call("mount", b"megatrain", os.fsencode(sys.argv[2]), b"tmpfs", 0, b"huge=advise,size=0")
+file = os.open(sys.argv[2], os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"file"], [file])
+"""
+
+
+def open_huge_file() -> int | None:
+    """The descriptor of an empty file without a name or a limit, whose mappings get huge pages under MADV_HUGEPAGE; None where
+    mounting fails, as in most containers."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(_HELPER_SECONDS)
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(
+                [sys.executable or "python3", "-I", "-S", "-c", _HELPER, str(theirs.fileno()), tempfile.gettempdir()],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_HELPER_SECONDS,
+                check=True,
+            )
+            _, (descriptor,), _, _ = socket.recv_fds(ours, 1, 1)
+            os.set_inheritable(descriptor, False)
+            return descriptor
+    return None
 
 
 class SharedFile:
@@ -32,7 +87,7 @@ class SharedFile:
             if ranks.rank == 0:
                 huge = open_huge_file()
                 self._descriptor = os.memfd_create("megatrain", os.MFD_CLOEXEC) if huge is None else huge
-                os.ftruncate(self._descriptor, _LENGTH)
+                os.ftruncate(self._descriptor, _FILE_BYTES)
                 ranks.broadcast((os.getpid(), self._descriptor, os.fstat(self._descriptor)))
             else:
                 process, descriptor, identity = ranks.broadcast(None)
@@ -63,3 +118,28 @@ class SharedFile:
     def map(self, offset: int, size_bytes: int) -> Pages:
         """A mapping, of whole pages, that all ranks write to and read from. It is zero where nobody wrote."""
         return map_pages(round_up(max(size_bytes, 1), mmap.PAGESIZE), self._descriptor, offset)
+
+
+class OrderCheck:
+    """A list of each rank's last collectives of one kind (``what`` they exchange), in the file. Each rank compares its own
+    with those of ranks ahead of it: two layers of one shape could be mixed up, and nobody would see it."""
+
+    def __init__(self, file: SharedFile, ranks: Ranks, what: str) -> None:
+        self._rank, self._count, self._what = ranks.rank, 0, what
+        self._rows = file.rows(ctypes.c_uint64 * _COMPARED)
+        self._names: dict[int, str] = {}
+
+    def enter(self, name: str) -> None:
+        """Called before each collective. A ``RankError`` where another rank's collective of this number has another name."""
+        self._count += 1
+        code = zlib.crc32(name.encode())
+        self._names.setdefault(code, name)
+        self._rows[self._rank][self._count % _COMPARED] = self._count << 32 | code
+        for rank, row in enumerate(self._rows):
+            number, other = divmod(row[self._count % _COMPARED], 1 << 32)
+            if number == self._count and other != code:
+                raise RankError(
+                    f"rank {self._rank} exchanges {self._what} of {name} where rank {rank} exchanges those of "
+                    f"{self._names.get(other, 'another layer')}: the ranks run other layers, or in another order. Layers that "
+                    "are left out at random (layerdrop) must be left out on all ranks alike; set their probability to 0"
+                )

@@ -22,6 +22,7 @@ from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.kernels.moments import FloatMoments
 from megatrain_accelerate.store.host_memory import copy_bytes
 from megatrain_accelerate.store.layout import FlatLayout, Share
+from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.segments import FlatStates, Segment, step_segments
 
 
@@ -99,9 +100,10 @@ class DeviceStates:
         self._moments = FloatMoments(*(torch.empty(count, dtype=moments_dtype, device=device) for _ in range(2)))
         self.size_bytes = sum(state.nbytes for state in (self._weights, self._residuals, *self._moments))
 
-    def refuse_written(self, name: str, shown: Sequence[torch.Tensor]) -> None:
-        """Raises a ``StateError`` where somebody wrote to these residuals and moments, which an optimizer's state shows, while
-        those on the device are valid. Called when a step is taken."""
+    def refuse_written(self, name: str, states: Iterable[ParameterState]) -> None:
+        """Raises a ``StateError`` where somebody wrote to these parameters' residuals and moments, which an optimizer's state
+        shows, while those on the device are valid. Called when a step is taken."""
+        shown = (tensor for state in states for tensor in (state.residual, *(state.moments or ())) if tensor is not None)
         versions = {id(tensor): tensor._version for tensor in shown}
         before = self._shown_versions
         if any(before.get(key, version) != version for key, version in versions.items()):

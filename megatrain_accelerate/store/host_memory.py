@@ -120,28 +120,26 @@ def copy_staged(
     target: torch.Tensor, source: torch.Tensor, buffers: torch.Tensor, events: list[Any], kernels: HostKernels, to_host: bool
 ) -> None:
     """See :func:`copy_bytes`: the host fills or empties one of two page-locked ``buffers`` while the link copies the other.
-    ``events``: one for each, complete until it is first recorded."""
+    ``events``: one for each."""
     flat = (tensor.view(-1).view(torch.uint8).split(buffers.shape[1]) for tensor in (target, source))
-    arriving: collections.deque[tuple[torch.Tensor, torch.Tensor, Any]] = collections.deque()
+    issued: collections.deque[tuple[torch.Tensor, torch.Tensor, Any]] = collections.deque()
 
-    def take_first() -> None:
-        to, buffer, event = arriving.popleft()
-        event.synchronize()  # RAW: the copy to the buffer
-        kernels.copy(to, buffer)
+    def finish_first() -> None:
+        to, buffer, event = issued.popleft()
+        event.synchronize()  # RAW: the copy to the buffer; WAR: the copy from it
+        if to_host:
+            kernels.copy(to, buffer)
 
     for turn, (to, origin) in enumerate(zip(*flat, strict=True)):
+        if len(issued) == 2:
+            finish_first()
         buffer, event = buffers[turn % 2, : to.numel()], events[turn % 2]
         if to_host:
             buffer.copy_(origin, non_blocking=True)
-            arriving.append((to, buffer, event))
         else:
-            event.synchronize()  # WAR: the copy from the buffer two parts before
             kernels.copy(buffer, origin)
             to.copy_(buffer, non_blocking=True)
         event.record()
-        if len(arriving) == 2:
-            take_first()
-    if arriving:
-        take_first()
-    for event in events:
-        event.synchronize()
+        issued.append((to, buffer, event))
+    while issued:
+        finish_first()

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from megatrain_accelerate.errors import RankError
 from megatrain_accelerate.kernels.host import memory_fence
 from megatrain_accelerate.pages import Pages
-from megatrain_accelerate.parallel.order_check import OrderCheck
 from megatrain_accelerate.parallel.ranks import Ranks
-from megatrain_accelerate.parallel.shared_file import SharedFile
+from megatrain_accelerate.parallel.shared_file import OrderCheck, SharedFile
 from megatrain_accelerate.store.layout import FlatLayout
 
 _ALL = 1 << 62

@@ -66,14 +66,12 @@ class HostUnit:
         """What memory was promised for, whether it has been made or not."""
         self.layout = FlatLayout.of(parameters, dtypes)
         self.sizes = sizes_by_kind(self.layout, moments_dtype)
-        """Bytes of its memory by what it holds, whether made or not."""
         self.sums_device: torch.device | None = None
         """Where fp32 sums of gradients are made, if not at the unit's home: residents' are wherever these compute."""
         self.shared = None if store is None else SharedUnit(store, self.layout, self.sizes)
         self.share = self.layout.share_of(0, 1) if self.shared is None else self.shared.share
         """What of the states this process steps: all of them unless ranks share the unit."""
         self.gradient_runs = self.layout.gradient_runs
-        """Its gradients in a slot, by dtype."""
         self.own_gradients = _own(self.gradient_runs, self.share)
         """What copies from a gradient slot move: of its gradients those that this process steps."""
         self.device_states: DeviceStates | None = None
@@ -216,9 +214,8 @@ class HostUnit:
         """Makes one kind of memory, zero, where the unit lives, if it is missing and the unit has something of that kind.
         Gradients only if they were promised, and not on the device, where they are autograd's own. What isn't touched here
         counts as promised until it is."""
-        if kind in self.memory or not self.sizes[kind]:
-            return
-        if kind == "gradients" and (kind not in self._promised or self.is_on_device):
+        is_unwanted = kind == "gradients" and (kind not in self._promised or self.is_on_device)
+        if kind in self.memory or not self.sizes[kind] or is_unwanted:
             return
         memory = self.memory[kind] = self._allocate(kind, touch)
         self._bind(kind)
@@ -267,17 +264,16 @@ class HostUnit:
         """What copies to a slot move: the flat weights, uint8, and their place there."""
         return [(self.weights, of_slot(0, self.layout.weight_bytes))]
 
-    def pieces_of_part(self, part: slice, of_slot: BytesOf) -> tuple[list[tuple[torch.Tensor, ...]], int]:
-        """As :meth:`pieces` of a part of the weights in bytes, and how many of these come from the host: those that don't lie
-        on the device, with the states of this process's share."""
-        begin, end = part.start, part.stop
-        found = None if self.device_states is None else self.device_states.weights_of(part)
-        if found is None:
-            return [(self.weights[part], of_slot(begin, end))], end - begin
-        there, weights = found
-        rest = [(first, last) for first, last in ((begin, there.start), (there.stop, end)) if first < last]
-        of_host = [(self.weights[first:last], of_slot(first, last)) for first, last in rest]
-        return [(weights, of_slot(there.start, there.stop)), *of_host], sum(last - first for first, last in rest)
+    def pieces_of_part(self, part: slice, buffer: torch.Tensor) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
+        """As :meth:`pieces` of a part of the weights in bytes, to a flat buffer, and how many of these come from the host:
+        those that don't lie on the device, with the states of this process's share."""
+        pieces, there = [], slice(part.start, part.start)
+        if self.device_states is not None and (found := self.device_states.weights_of(part)) is not None:
+            there, weights = found
+            pieces = [(weights, buffer[there])]
+        of_host = [at for at in (slice(part.start, there.start), slice(there.stop, part.stop)) if at.start < at.stop]
+        pieces += [(self.weights[at], buffer[at]) for at in of_host]
+        return pieces, sum(at.stop - at.start for at in of_host)
 
     def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a parameter's tensor, or of a gradient's, that this process steps: all of it unless it is shared."""
@@ -373,7 +369,6 @@ class UnitRange:
         self.gradient_runs = [run for run, entry in runs if entry.spec.trainable]
         """Its gradients in a slot: a run for each parameter that is trained."""
         self.own_gradients = _own(self.gradient_runs, whole.share)
-        """As those of the whole unit."""
 
     @property
     def version(self) -> int:

@@ -32,9 +32,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatrain_accelerate.parallel.order_check import OrderCheck
 from megatrain_accelerate.parallel.ranks import Ranks
-from megatrain_accelerate.parallel.shared_file import SharedFile
+from megatrain_accelerate.parallel.shared_file import OrderCheck, SharedFile
 from megatrain_accelerate.store.layout import part_bytes, part_of
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.meter import Cause, Meter
@@ -61,7 +60,7 @@ class Gather:
         ``stream``, which is current."""
         size_bytes, ranks = unit.layout.weight_bytes, self._ranks
         own_part = part_of(size_bytes, ranks.rank, ranks.size)
-        pieces, copied_bytes = unit.pieces_of_part(own_part, lambda begin, end: buffer[begin:end])
+        pieces, copied_bytes = unit.pieces_of_part(own_part, buffer)
         with meter.copying(Cause.H2D, copied_bytes):
             for source, target in pieces:
                 target.copy_(source, non_blocking=True)

@@ -28,7 +28,7 @@ from versions import older
 
 from megatrain_accelerate.checkpoint.checkpoints import STAGING_PREFIX, checkpoint_staging, publish
 from megatrain_accelerate.engine import engine_of
-from megatrain_accelerate.optim.fused_step import RESIDUAL_KEY
+from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY
 from megatrain_accelerate.units import MIB
 
 pytestmark = pytest.mark.usefixtures("outlined_once")

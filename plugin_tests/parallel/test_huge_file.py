@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_accelerate.parallel import huge_file
-from megatrain_accelerate.parallel.huge_file import open_huge_file
+from megatrain_accelerate.parallel import shared_file
+from megatrain_accelerate.parallel.shared_file import open_huge_file
 
 SIZE = 16 * 2**20
 
@@ -46,6 +46,6 @@ def test_shared_memory_has_huge_pages_that_others_map_too_and_leaves_no_mount() 
 
 def test_there_is_no_huge_file_where_nobody_may_mount(monkeypatch: pytest.MonkeyPatch) -> None:
     open_before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(huge_file, "_HELPER", "raise PermissionError")
+    monkeypatch.setattr(shared_file, "_HELPER", "raise PermissionError")
     assert open_huge_file() is None
     assert len(os.listdir("/proc/self/fd")) == open_before

@@ -88,13 +88,29 @@ struct FloatMoments {
   Element* m;
   Element* v;
 
-  MEGATRAIN_INLINE void prefetch(int64_t first) const {
-    constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
-    for (int64_t i = first; i < first + kPrefetchedElements; i += kLine) {
-      __builtin_prefetch(m + i, 1);
-      __builtin_prefetch(v + i, 1);
+  template <bool kL2, class Job>
+  MEGATRAIN_INLINE void step(const Job& job, int64_t begin, int64_t end) const {
+    const AdamConstants c = job.constants;  // its floats could be ones that are written below
+    for (int64_t first = begin; first < end; first += kPrefetchedElements) {
+      const int64_t last = std::min(first + kPrefetchedElements, end);
+      if (last + kPrefetchDistance <= end) {
+        constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
+        for (int64_t i = 0; i < kPrefetchedElements; i += kLine) {
+          __builtin_prefetch(m + first + kPrefetchDistance + i, 1);
+          __builtin_prefetch(v + first + kPrefetchDistance + i, 1);
+        }
+      }
+      MEGATRAIN_NO_OVERLAP
+      for (int64_t i = first; i < last; ++i) {
+        float new_m = to_float(m[i]);
+        float new_v = to_float(v[i]);
+        const float weight = adam_element<kL2>(c, job.weights.load(i), job.gradients.load(i), new_m, new_v);
+        store(i, new_m, new_v, job.rounding);
+        job.weights.store(i, weight);
+      }
     }
   }
+
   // A number that bf16 holds, zero and infinity among them, stays as it is.
   MEGATRAIN_INLINE void store(int64_t i, float new_m, float new_v, Rounding rounding) const {
     if constexpr (sizeof(Element) == sizeof(float)) {
@@ -109,7 +125,8 @@ struct FloatMoments {
 };
 
 // Bytes of memory traffic a parameter: 26 on split masters with fp32 moments and bf16 gradients, which are read once while all
-// else is read and written once; 28 on fp32 weights, or with gradients that are fp32 sums; 8 less with moments in bf16.
+// else is read and written once; 28 on fp32 weights, or with gradients that are fp32 sums; 8 less with moments in bf16; 14.1
+// on split masters with 8-bit moments.
 template <class Weights, class Gradients, class Moments, bool kL2>
 struct AdamJob {
   Weights weights;
@@ -118,23 +135,7 @@ struct AdamJob {
   AdamConstants constants;
   Rounding rounding;
 
-  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
-    const AdamConstants c = constants;  // its floats could be ones that are written below
-    for (int64_t first = begin; first < end; first += kPrefetchedElements) {
-      const int64_t last = std::min(first + kPrefetchedElements, end);
-      if (last + kPrefetchDistance <= end) {
-        moments.prefetch(first + kPrefetchDistance);
-      }
-      MEGATRAIN_NO_OVERLAP
-      for (int64_t i = first; i < last; ++i) {
-        float m = to_float(moments.m[i]);
-        float v = to_float(moments.v[i]);
-        const float weight = adam_element<kL2>(c, weights.load(i), gradients.load(i), m, v);
-        moments.store(i, m, v, rounding);
-        weights.store(i, weight);
-      }
-    }
-  }
+  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const { moments.template step<kL2>(*this, begin, end); }
 };
 
 }  // namespace megatrain

@@ -17,6 +17,7 @@
 // same bits.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "adamw.h"
@@ -33,19 +34,11 @@ constexpr int32_t kSecondOffset = 0x3f8 - 255;
 constexpr float kLeastFirstScale = 0x1p-46f;
 constexpr float kLeastSecondScale = 0x1p-92f;
 
-struct Int8Moments {
-  int8_t* m;
-  uint8_t* v;
-  float* m_scale;
-  float* v_scale;
-};
-
 // Of non-negative numbers, whose order is that of their bits; above all others NaN, so that a block with one becomes NaN.
 MEGATRAIN_INLINE int32_t magnitude_bits(float value) { return static_cast<int32_t>(bits_of(value) & 0x7fffffffu); }
 
 MEGATRAIN_INLINE float scale_of(int32_t largest_bits, float least) {
-  const float largest = float_of(static_cast<uint32_t>(largest_bits));
-  return largest < least ? least : largest;
+  return std::max(float_of(static_cast<uint32_t>(largest_bits)), least);
 }
 
 MEGATRAIN_INLINE float share_of_code(int32_t code, int32_t offset) {
@@ -68,33 +61,33 @@ MEGATRAIN_INLINE int32_t code_of_share(float share, uint32_t random, int32_t off
   return bits < least ? below_least : code;
 }
 
-// 14.1 bytes of memory traffic a parameter on split masters. `begin` is a multiple of the block; the last block may be short.
-template <class Weights, class Gradients, bool kL2>
-struct AdamJob<Weights, Gradients, Int8Moments, kL2> {
-  Weights weights;
-  Gradients gradients;
-  Int8Moments moments;
-  AdamConstants constants;
-  Rounding rounding;
+struct Int8Moments {
+  int8_t* m_codes;
+  uint8_t* v_codes;
+  float* m_scales;
+  float* v_scales;
 
-  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
+  // `begin` is a multiple of the block; the last block may be short.
+  template <bool kL2, class Job>
+  MEGATRAIN_INLINE void step(const Job& job, int64_t begin, int64_t end) const {
     int64_t start = begin;
     for (; end - start >= kMomentBlock; start += kMomentBlock) {
-      block(start, kMomentBlock);
+      block<kL2>(job, start, kMomentBlock);
     }
     if (start < end) {
-      block(start, end - start);
+      block<kL2>(job, start, end - start);
     }
   }
 
-  MEGATRAIN_INLINE void block(int64_t start, int64_t count) const {
-    const AdamConstants c = constants;
-    const Weights w = weights;
-    const Gradients g = gradients;
-    int8_t* m_ = moments.m + start;
-    uint8_t* v_ = moments.v + start;
-    float& m_scale = moments.m_scale[start / kMomentBlock];
-    float& v_scale = moments.v_scale[start / kMomentBlock];
+  template <bool kL2, class Job>
+  MEGATRAIN_INLINE void block(const Job& job, int64_t start, int64_t count) const {
+    const AdamConstants c = job.constants;
+    const auto w = job.weights;
+    const auto g = job.gradients;
+    int8_t* m_ = m_codes + start;
+    uint8_t* v_ = v_codes + start;
+    float& m_scale = m_scales[start / kMomentBlock];
+    float& v_scale = v_scales[start / kMomentBlock];
     alignas(64) float new_m[kMomentBlock];
     alignas(64) float new_v[kMomentBlock];
     const float old_m_scale = m_scale;
@@ -105,22 +98,18 @@ struct AdamJob<Weights, Gradients, Int8Moments, kL2> {
     for (int64_t i = 0; i < count; ++i) {
       const int32_t m_code = m_[i];
       const float magnitude = share_of_code(m_code < 0 ? -m_code : m_code, kFirstOffset) * old_m_scale;
-      float m = m_code < 0 ? -magnitude : magnitude;
-      float v = share_of_code(v_[i], kSecondOffset) * old_v_scale;
-      w.store(start + i, adam_element<kL2>(c, w.load(start + i), g.load(start + i), m, v));
-      const int32_t m_bits = magnitude_bits(m);
-      const int32_t v_bits = magnitude_bits(v);
-      m_largest = m_bits > m_largest ? m_bits : m_largest;
-      v_largest = v_bits > v_largest ? v_bits : v_largest;
-      new_m[i] = m;
-      new_v[i] = v;
+      new_m[i] = m_code < 0 ? -magnitude : magnitude;
+      new_v[i] = share_of_code(v_[i], kSecondOffset) * old_v_scale;
+      w.store(start + i, adam_element<kL2>(c, w.load(start + i), g.load(start + i), new_m[i], new_v[i]));
+      m_largest = std::max(m_largest, magnitude_bits(new_m[i]));
+      v_largest = std::max(v_largest, magnitude_bits(new_v[i]));
     }
     m_scale = scale_of(m_largest, kLeastFirstScale);
     v_scale = scale_of(v_largest, kLeastSecondScale);
     const float m_factor = share_factor(m_scale);
     const float v_factor = share_factor(v_scale);
-    const uint32_t first = rounding.first_element + static_cast<uint32_t>(start);
-    const uint32_t seed = rounding.seed;
+    const uint32_t first = job.rounding.first_element + static_cast<uint32_t>(start);
+    const uint32_t seed = job.rounding.seed;
     MEGATRAIN_NO_OVERLAP
     for (int64_t i = 0; i < count; ++i) {
       const uint32_t random = rounding_bits(first + static_cast<uint32_t>(i), seed);
@@ -129,8 +118,7 @@ struct AdamJob<Weights, Gradients, Int8Moments, kL2> {
       const int32_t m_code = code_of_share((m < 0.0f ? -m : m) * m_factor, random & 0xffffu, kFirstOffset);
       const int32_t v_code = code_of_share(v * v_factor, random >> 16, kSecondOffset);
       m_[i] = static_cast<int8_t>(m < 0.0f ? -m_code : m_code);
-      const int32_t least_code = v > 0.0f ? 1 : 0;
-      v_[i] = static_cast<uint8_t>(v_code < least_code ? least_code : v_code);
+      v_[i] = static_cast<uint8_t>(std::max(v_code, v > 0.0f ? 1 : 0));
     }
   }
 };

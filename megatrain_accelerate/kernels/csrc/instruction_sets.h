@@ -16,24 +16,18 @@
 
 #define MEGATRAIN_INLINE inline __attribute__((always_inline))
 
-// Clang ignores all of a target that names a vector width, and takes the widest vectors by itself.
-#if defined(__clang__)
-#define MEGATRAIN_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")))
-#else
-#define MEGATRAIN_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
-#endif
-
-// Before a loop whose iterations don't depend on each other: arrays don't overlap, or one is read where it is written.
+// The target of AVX-512: Clang ignores all of one that names a vector width, and takes the widest vectors by itself. And what
+// stands before a loop whose iterations don't depend on each other: arrays don't overlap, or one is read where it is written.
 // Compilers compare the addresses instead, and give vectors up where that would be more than ten comparisons.
 #if defined(__clang__)
+#define MEGATRAIN_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")))
 #define MEGATRAIN_NO_OVERLAP _Pragma("clang loop vectorize(assume_safety)")
 #else
+#define MEGATRAIN_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
 #define MEGATRAIN_NO_OVERLAP _Pragma("GCC ivdep")
 #endif
 
 namespace megatrain {
-
-enum InstructionSet : int { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
 
 #define MEGATRAIN_RUN_RANGE(name, target)                         \
   template <class Job>                                            \
@@ -46,19 +40,16 @@ MEGATRAIN_RUN_RANGE(run_range_avx2, __attribute__((target("avx2,fma"))))
 MEGATRAIN_RUN_RANGE(run_range_avx512, MEGATRAIN_AVX512)
 #endif
 
-// The loop of `Job` compiled for `set`. On other processors than x86-64 the baseline is all there is (NEON and its FMA
-// are part of the baseline of aarch64).
+// The loop of `Job` compiled for an instruction set, by its place in INSTRUCTION_SETS of host.py. On other processors than
+// x86-64 the baseline is all there is (NEON and its FMA are part of the baseline of aarch64).
 template <class Job>
-RangeFunction range_function([[maybe_unused]] InstructionSet set) {
+RangeFunction range_function([[maybe_unused]] int instruction_set) {
 #if defined(__x86_64__)
-  if (set == kAvx512) {
-    return run_range_avx512<Job>;
-  }
-  if (set == kAvx2) {
-    return run_range_avx2<Job>;
-  }
-#endif
+  constexpr RangeFunction of_sets[] = {run_range_baseline<Job>, run_range_avx2<Job>, run_range_avx512<Job>};
+  return of_sets[instruction_set];
+#else
   return run_range_baseline<Job>;
+#endif
 }
 
 }  // namespace megatrain

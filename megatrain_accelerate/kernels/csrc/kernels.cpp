@@ -30,7 +30,7 @@ struct Kernels {
   }
 
   ThreadPool pool;
-  InstructionSet instruction_set;
+  int instruction_set;
 };
 
 // Sums of squares, one for each grain, so that their total doesn't depend on who computed which.
@@ -97,7 +97,7 @@ MEGATRAIN_EXPORT void megatrain_fence() { std::atomic_thread_fence(std::memory_o
 // Null when the threads can't be started. `instruction_set` must be one that this machine has.
 MEGATRAIN_EXPORT Kernels* megatrain_create(int threads, int instruction_set) {
   try {
-    return new Kernels{ThreadPool(threads), static_cast<InstructionSet>(instruction_set)};
+    return new Kernels{ThreadPool(threads), instruction_set};
   } catch (const std::exception&) {
     return nullptr;
   }
@@ -132,12 +132,10 @@ MEGATRAIN_EXPORT void megatrain_adamw(Kernels* kernels, void* weight, int16_t* l
       step_with(FloatMoments<float>{static_cast<float*>(m), static_cast<float*>(v)});
     }
   };
+  const MasterArray masters{static_cast<uint16_t*>(weight), lo};
   if (lo == nullptr) {
     step(FloatArray{static_cast<float*>(weight)}, FloatArray{static_cast<float*>(grad)});
-    return;
-  }
-  const MasterArray masters{static_cast<uint16_t*>(weight), lo};
-  if (grad_lo == nullptr) {
+  } else if (grad_lo == nullptr) {
     step(masters, Bf16Array{static_cast<uint16_t*>(grad)});
   } else {
     step(masters, SumArray{static_cast<uint16_t*>(grad), grad_lo});
