@@ -18,7 +18,6 @@ from torch import nn
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.kernels.device import can_step_on
 from megatrain_accelerate.layers.micro_batches import rows_of
-from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.runtime import StreamingRuntime, forwards_are_open
 from megatrain_accelerate.parallel.ranks import Ranks
@@ -38,13 +37,12 @@ from megatrain_accelerate.plan.other_batches import (
     sizes_vary,
 )
 from megatrain_accelerate.plan.placement import Counts, Model, UnitSizes, fixed_counts, peak_bytes, sent_bytes
-from megatrain_accelerate.plan.placement_search import PlacementSearch
+from megatrain_accelerate.plan.placement_search import MOST_USUAL_SHARE, PlacementSearch, place_both
 from megatrain_accelerate.plan.plan_record import RESUMED_SHARE_OF_DEVICE, PlanRecord, made_for
 from megatrain_accelerate.plan.plan_table import plan_table
 from megatrain_accelerate.plan.step_outline import outline_step
 from megatrain_accelerate.plan.step_profile import StepOutline
 from megatrain_accelerate.plan.step_ways import WayChoice, layers_run
-from megatrain_accelerate.plan.usual_batch import MOST_USUAL_SHARE, place_both
 from megatrain_accelerate.progress import say
 from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes
 from megatrain_accelerate.store.unit import HostUnit
@@ -88,6 +86,8 @@ class DevicePlan:
         self._table: str | None = None
         """That of a plan that was just made, until it is shown."""
         self._ranks = runtime.sums.ranks
+        self.may_gather = all(layer.has_trainable for layer in runtime.layers)
+        """Whether all ranks are sure to run the same layers; a frozen one (of pictures, say) may be left out by some."""
         self._exchange_bytes = math.inf
         """Of gradients that several ranks exchange a second."""
         self._fetch_share = 1.0
@@ -223,11 +223,6 @@ class DevicePlan:
         self._runtime.prefetcher.forget_gathered()
         return extent, in_a_row
 
-    @property
-    def may_gather(self) -> bool:
-        """Whether all ranks are sure to run the same layers; a frozen one (of pictures, say) may be left out by some."""
-        return all(layer.has_trainable for layer in self._runtime.layers)
-
     def _choose_fetches(self, ranks: Ranks) -> None:
         """Weights are gathered from all ranks if that takes less time than when each fetches them whole, all at once."""
         prefetcher = self._runtime.prefetcher
@@ -312,15 +307,8 @@ class DevicePlan:
                 plans=self.made.plans + 1,
                 samples=outline.samples,
                 token_tile=outline.token_tile,
-                usual_share=1.0,
-                usual_bytes=0,
-                is_linear=False,
-                offloaded_bytes=0,
-                predicted_time=None,
             )
-            room_is_free = False
-            if self.budget.exists:
-                plan, room_is_free = self._placed(model, inputs, plan, outline)
+            plan, room_is_free = self._placed(model, inputs, plan, outline) if self.budget.exists else (plan, False)
             if room_is_free or growth < FREE_GROWTH:
                 break
         fixed_bytes = self.fixed_bytes(outline)
@@ -338,56 +326,55 @@ class DevicePlan:
         # Steps may be planned anew for another reason than their batches: more forwards at once.
         growths = [FREE_GROWTH, GROWTH_FACTORS[min(max(1, self.made.plans), len(GROWTH_FACTORS)) - 1]]
         for growth in [*(growths if seen != self.made.seen else ()), 1.0] if varies else ():
-            if (resized := resized_batch(model, inputs, seen, growth)) is None:
-                break
-            batch, real = resized
-            if self._runtime.calls.real is None:  # a batch that is computed whole takes more than its tokens in a row
-                real = None
             # Room for batches that never came isn't worth smaller pieces, or tiles.
-            outline = self._step_on(model, batch, real, may_change_way=growth == 1.0)
+            planned, outline = self._resized_step(model, inputs, seen, growth, may_change_way=growth == 1.0)
             if outline is not None and self.search_for(outline).something_fits:
-                yield growth, BatchExtent.of(batch, real), outline
+                yield growth, planned, outline
         yield 1.0, self._extent(inputs), self.foresee(model, inputs)
 
-    def _step_on(
-        self, model: nn.Module, batch: Mapping[str, Any], real: RealTokens | None, may_change_way: bool = False
-    ) -> StepOutline | None:
-        """A step on a made-up batch of which these tokens are real, scaled from the measured one; None if it can't be told."""
+    def _resized_step(
+        self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, growth: float, may_change_way: bool = False
+    ) -> tuple[BatchExtent, StepOutline | None]:
+        """A batch of ``growth`` times that extent, and its step, scaled from the measured one; None if it can't be told."""
+        calls = self._runtime.calls
+        if (resized := resized_batch(model, inputs, extent, growth)) is None:
+            return extent, None
+        # A batch that is computed whole takes more than its tokens in a row.
+        batch, real = resized[0], None if calls.real is None else resized[1]
         try:
-            with replaced(self._runtime.calls, "real", real):
+            with replaced(calls, "real", real):
                 ways = self._ways(model, batch)
-                return self._in_proportion(batch, ways.best()[0] if may_change_way else ways.outline())
+                outline = ways.best()[0] if may_change_way else ways.outline()
+                return self._extent(batch), self._in_proportion(batch, outline)
         except Exception as error:  # the model bounds sequences in a way of its own
             logger.info("megatrain: no batches of another size can be planned for (%s)", error)
-            return None
+            return extent, None
 
     def _placed(
         self, model: nn.Module, inputs: Mapping[str, Any], plan: PlanRecord, outline: StepOutline
     ) -> tuple[PlanRecord, bool]:
         """The plan with the fastest placement, for the usual batch too where that is smaller; and whether room for the largest
         costs the usual one nothing."""
-        planned, calls = plan.planned, self._runtime.calls
+        planned = plan.planned
         # One budget for all: the driver tells another number each time, after milliseconds.
         search_for = functools.partial(self.search_for, budget_bytes=self.budget.whole_bytes())
         share = plan.tokens / (plan.batches * planned.real) if planned.real else 1.0
 
         def step_at(share: float) -> StepOutline | None:
             extent, growth = planned, share
-            if calls.real is not None:  # without padding the tokens alone count, else the length does, too
+            if self._runtime.calls.real is not None:  # without padding the tokens alone count, else the length does, too
                 extent, growth = dataclasses.replace(planned, real=round(share * planned.real)), 1.0
-            if (resized := resized_batch(model, inputs, extent, growth)) is None:
-                return None
-            batch, real = resized
             with layers_run(self._runtime, outline.samples, outline.token_tile):
-                return self._step_on(model, batch, real if calls.real is not None else None)
+                return self._resized_step(model, inputs, extent, growth)[1]
 
-        if share <= MOST_USUAL_SHARE:
-            both = place_both(plan, share, step_at, outline, search_for, self._fixed())
+        if share <= MOST_USUAL_SHARE and "kept" not in self._fixed():
+            both = place_both(plan, share, step_at, outline, search_for)
             if both is not None:
                 return both
         search = search_for(outline)
         found = search.best() or search.leanest()
         time, sent = None if outline.surely_fits else found.time, sum(sent_bytes(outline, found.placement))
+        plan = dataclasses.replace(plan, usual_share=1.0, usual_bytes=0, is_linear=False)
         return dataclasses.replace(plan, placement=found.placement, predicted_time=time, offloaded_bytes=sent), False
 
     def _note_batches(self, *extents: BatchExtent) -> None:
@@ -526,15 +513,12 @@ class DevicePlan:
         samples = max(rows_of(dict(inputs) if ids is None else ids), default=1)
         return WayChoice(self._runtime, self._config, samples, outline, self.search_for)
 
-    def search_for(
-        self, outline: StepOutline, fixed: Mapping[str, Any] | None = None, budget_bytes: int | None = None
-    ) -> PlacementSearch:
-        """For the placement of such a step, with what the settings fix unless more is ``fixed``, in the whole budget unless
+    def search_for(self, outline: StepOutline, budget_bytes: int | None = None, **counts: int) -> PlacementSearch:
+        """For the placement of such a step, with these ``counts`` where the settings fix no others, in the whole budget unless
         another is named."""
-        budget_bytes = self.budget.whole_bytes() if budget_bytes is None else budget_bytes
-        step_bytes = budget_bytes - self.fixed_bytes(outline)
-        host_bytes = self._host_budget_bytes()
-        fixed = self._fixed() if fixed is None else fixed
+        whole_bytes = self.budget.whole_bytes() if budget_bytes is None else budget_bytes
+        step_bytes, host_bytes = whole_bytes - self.fixed_bytes(outline), self._host_budget_bytes()
+        fixed = {**counts, **self._fixed()}
         return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, fixed, host_bytes)
 
     def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
