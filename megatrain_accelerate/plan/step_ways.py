@@ -73,11 +73,10 @@ class WayChoice:
             try:
                 with layers_run(self._runtime, leaner.samples, leaner.token_tile):
                     found = leaner, measure(leaner)
-            except torch.OutOfMemoryError as raised:
-                error = raised.with_traceback(None)  # whose frames hold tensors
-            else:
                 if self._search(found[1]).something_fits:
                     break
+            except torch.OutOfMemoryError as raised:
+                error = raised.with_traceback(None)  # whose frames hold tensors
         if found is None:
             raise error
         return found
