@@ -9,7 +9,7 @@ import logging
 import math
 import sys
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +79,6 @@ class DevicePlan:
         """Whether this process shows the table."""
         self.budget = DeviceBudget(runtime, config, device)
         self.made = PlanRecord()
-        """The last plan, the batches that it covers, what lies where, and what is predicted."""
         self._measured_steps: dict[Hashable, tuple[StepOutline, StepOutline]] = {}
         """For each way of running a step, one that was measured: its estimate, and its measured outline."""
         self._foreseen: dict[Hashable, StepOutline] = {}
@@ -157,13 +156,21 @@ class DevicePlan:
         if self._is_displaced:
             self._place(self.made.placement)
             self._is_displaced = False
-        if self._runtime.ranks is None:
-            extent, in_a_row = self._extent(inputs), self._runtime.calls.real is not None
-            self._note_batches(extent)
-            self._plan_alone(model, inputs, extent, row_size(inputs))
-        else:
-            extent, in_a_row = self._plan_together(self._runtime.ranks, model, inputs)
-        share = 1.0 if self.made.usual_share == 1.0 else extent.share_of(self.made.planned, in_a_row)
+        ranks, is_in_a_row = self._runtime.ranks, self._runtime.calls.real is not None
+        own = (self._extent(inputs), row_size(inputs), is_in_a_row, self.made.planned, self._resumed is not None)
+        told: list[Any] = [own] if ranks is None else ranks.gather(own)
+        extents, sizes, in_rows = ([each[at] for each in told] for at in range(3))
+        extent = functools.reduce(BatchExtent.union, extents)
+        self._note_rows(*sizes)  # before anything is compiled
+        tokens = self.made.tokens + sum(each.real for each in extents)
+        self._note(batches=self.made.batches + len(extents), tokens=tokens)
+        # All ranks decide alike, from what all told.
+        if any(resumes or not planned.covers(extent) for *_, planned, resumes in told):
+            if ranks is None:
+                self._plan(model, inputs, extent, sizes)
+            else:
+                self._plan_together(ranks, model, inputs, extents, sizes)
+        share = 1.0 if self.made.usual_share == 1.0 else extent.share_of(self.made.planned, all(in_rows))
         self._runtime.calls.policy, predicted_bytes = self.made.at(share)
         self._runtime.activations.spacing = self._runtime.calls.policy.offload_spacing
         self.predicted_peak_bytes = max(self.predicted_peak_bytes, predicted_bytes)
@@ -171,25 +178,11 @@ class DevicePlan:
             say(self._table, file=sys.stderr)
         self._table = None
 
-    def _plan_alone(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, *sizes: int) -> None:
-        """Takes over the plan of an interrupted training, if there is one; plans if the extent isn't covered."""
-        if self._resumed is not None:
-            self._take_over(model, self._resumed)
-        self._note_rows(*sizes)
-        if not self.made.planned.covers(extent):
-            self._plan(model, inputs, extent)
-
-    def _plan_together(self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[BatchExtent, bool]:
-        """One plan for all ranks, by the one with the largest batch, within the smallest budget. All decide alike whether to
-        plan, from what all told. Returns what covers all ranks' batches, and whether all of them leave padding out."""
-        own = self._extent(inputs), row_size(inputs), self._runtime.calls.real is not None
-        told = ranks.gather((*own, self.made.planned, self._resumed is not None))
-        extents, sizes, in_rows = ([each[at] for each in told] for at in range(3))
-        extent, in_a_row = functools.reduce(BatchExtent.union, extents), all(in_rows)
-        self._note_rows(*sizes)  # before anything is compiled
-        self._note_batches(*extents)
-        if all(planned.covers(extent) and not resumes for *_, planned, resumes in told):
-            return extent, in_a_row
+    def _plan_together(
+        self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any], extents: Sequence[BatchExtent], sizes: Sequence[int]
+    ) -> None:
+        """One plan for all ranks, by the one with the largest batch, within the smallest budget."""
+        extent = functools.reduce(BatchExtent.union, extents)
         planner = max(range(ranks.size), key=lambda rank: (extents[rank].elements, extents[rank].length))
         # Before free memory is asked for: collectives make their buffers when they first run.
         exchange = self._runtime.offloader.exchange
@@ -205,7 +198,7 @@ class DevicePlan:
                 real = self._runtime.calls.real if self._extent(inputs).covers(extent) else None
                 try:
                     with replaced(self._runtime.calls, "real", real):
-                        self._plan_alone(model, inputs, extent, *sizes)
+                        self._plan(model, inputs, extent, sizes)
                 except Exception as error:  # the others wait, and a script may catch it (too little memory) and go on
                     failure = error
             elif self.measures and self._resumed is None and not self.made.plans:
@@ -221,7 +214,6 @@ class DevicePlan:
             self._adopt(made)
             self._note_rows(*sizes)
         self._runtime.prefetcher.forget_gathered()
-        return extent, in_a_row
 
     def _choose_fetches(self, ranks: Ranks) -> None:
         """Weights are gathered from all ranks if that takes less time than when each fetches them whole, all at once."""
@@ -238,8 +230,12 @@ class DevicePlan:
         self.made, self._resumed = plan, None
         self._foreseen.clear()
 
-    def _plan(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> None:
-        """Plans for a batch of this extent, which no plan covers."""
+    def _plan(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, sizes: Sequence[int]) -> None:
+        """Plans for batches of this extent and these row sizes, if the plan of an interrupted training doesn't cover them."""
+        if self._resumed is not None:
+            self._take_over(model, self._resumed, sizes)
+        if self.made.planned.covers(extent):
+            return
         budget_bytes = self.budget.whole_bytes()
         self._runtime.refresh_if_written()
         seen = self.made.seen.union(extent)
@@ -307,6 +303,9 @@ class DevicePlan:
                 plans=self.made.plans + 1,
                 samples=outline.samples,
                 token_tile=outline.token_tile,
+                usual_share=1.0,
+                usual_bytes=0,
+                is_linear=False,
             )
             plan, room_is_free = self._placed(model, inputs, plan, outline) if self.budget.exists else (plan, False)
             if room_is_free or growth < FREE_GROWTH:
@@ -374,12 +373,7 @@ class DevicePlan:
         search = search_for(outline)
         found = search.best() or search.leanest()
         time, sent = None if outline.surely_fits else found.time, sum(sent_bytes(outline, found.placement))
-        plan = dataclasses.replace(plan, usual_share=1.0, usual_bytes=0, is_linear=False)
         return dataclasses.replace(plan, placement=found.placement, predicted_time=time, offloaded_bytes=sent), False
-
-    def _note_batches(self, *extents: BatchExtent) -> None:
-        tokens = self.made.tokens + sum(extent.real for extent in extents)
-        self._note(batches=self.made.batches + len(extents), tokens=tokens)
 
     def _extent(self, inputs: Mapping[str, Any]) -> BatchExtent:
         return BatchExtent.of(inputs, self._runtime.calls.real)
@@ -392,7 +386,7 @@ class DevicePlan:
         held = sum(self.budget.fixed_bytes_by_kind(outline).values()) + LIBRARY_WORKSPACE_BYTES
         return held + (self.made.forwards_at_once - 1) * waiting
 
-    def _take_over(self, model: nn.Module, data: dict[str, Any]) -> None:
+    def _take_over(self, model: nn.Module, data: dict[str, Any], sizes: Sequence[int]) -> None:
         """Goes on by a recorded plan, if it was made for what is here and fits; else the next batch is planned for."""
         record, self._resumed = PlanRecord.of_data(data), None
         if record is None or record.made_for != made_for(model, self._runtime, self._config, self.micro_batches):
@@ -408,6 +402,7 @@ class DevicePlan:
         else:
             counts = {name: getattr(record, name) + getattr(self.made, name) for name in ("batches", "tokens")}
             self._adopt(dataclasses.replace(record, **counts))
+            self._note_rows(*sizes)
 
     def expect_steps(self, steps: int | None, compiles: bool | None = None, record: dict[str, Any] | None = None) -> None:
         """A training begins, of so many optimizer steps if that is known: layers are compiled only if that pays for itself.

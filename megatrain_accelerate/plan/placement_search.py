@@ -153,19 +153,18 @@ class PlacementSearch:
 
     def _filled(self, at: Counts, found: Candidate) -> Candidate:
         """The same with as much on the device as there is room for: it takes load off the host and the link."""
-
-        def first_as_good(filled: Iterable[Counts]) -> tuple[Counts, Candidate]:
+        fillings: list[dict[str, Iterable[int]]] = [
+            {"states_on_device": range(self._count, at.states_on_device, -1)},
+            {"groups_on_device": [True], "on_device": range(self._count, at.on_device, -1)},
+        ]
+        for values in fillings if self._model.ranks > 1 else fillings[1:]:
             seconds, kept = (1 + NO_SLOWER) * found.time.seconds, len(found.placement.kept)
-            for counts in filled:
+            for counts in self._varied(at, **values):
                 candidate = self._try(counts)
                 if candidate is not None and candidate.time.seconds <= seconds and len(candidate.placement.kept) >= kept:
-                    return counts, candidate
-            return at, found
-
-        if self._model.ranks > 1:
-            at, found = first_as_good(self._varied(at, states_on_device=range(self._count, at.states_on_device, -1)))
-        layers = range(self._count, at.on_device, -1)
-        return first_as_good(self._varied(at, groups_on_device=[True], on_device=layers))[1]
+                    at, found = counts, candidate
+                    break
+        return found
 
     def _varied(self, at: Counts, **values: Iterable[int]) -> Iterator[Counts]:
         """The counts with each combination of values, but for those that are fixed; those named last vary fastest."""
