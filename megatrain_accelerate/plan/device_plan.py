@@ -353,15 +353,14 @@ class DevicePlan:
     ) -> tuple[PlanRecord, bool]:
         """The plan with the fastest placement, for the usual batch too where that is smaller; and whether room for the largest
         costs the usual one nothing."""
-        planned = plan.planned
         # One budget for all: the driver tells another number each time, after milliseconds.
         search_for = functools.partial(self.search_for, budget_bytes=self.budget.whole_bytes())
-        share = plan.tokens / (plan.batches * planned.real) if planned.real else 1.0
+        share = plan.tokens / (plan.batches * plan.planned.real) if plan.planned.real else 1.0
 
         def step_at(share: float) -> StepOutline | None:
-            extent, growth = planned, share
+            extent, growth = plan.planned, share
             if self._runtime.calls.real is not None:  # without padding the tokens alone count, else the length does, too
-                extent, growth = dataclasses.replace(planned, real=round(share * planned.real)), 1.0
+                extent, growth = dataclasses.replace(extent, real=round(share * extent.real)), 1.0
             with layers_run(self._runtime, outline.samples, outline.token_tile):
                 return self._resized_step(model, inputs, extent, growth)[1]
 
@@ -512,8 +511,7 @@ class DevicePlan:
         another is named."""
         whole_bytes = self.budget.whole_bytes() if budget_bytes is None else budget_bytes
         step_bytes, host_bytes = whole_bytes - self.fixed_bytes(outline), self._host_budget_bytes()
-        fixed = {**counts, **self._fixed()}
-        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, fixed, host_bytes)
+        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, {**counts, **self._fixed()}, host_bytes)
 
     def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
         is_plain = self._runtime.runs_whole and self.search_for(outline).everything() is not None

@@ -250,12 +250,8 @@ def place_both(
     None if there are none with the units in the same places. What lives where is chosen for the usual batch, as far as the
     largest fits beside it with fewer kept layers: so a few long batches, which recompute more, don't send weights and states
     to the host for all the others. And whether that costs the usual batch nothing: units live where it alone would have them,
-    and batches between the two keep as many layers as fit.
-
-    Args:
-        step_at: gives the step on a batch of a share of the largest one's tokens, None if it can't be told.
-        search_for: gives the search for a step's placement with these :class:`~.placement.Counts`, by name.
-    """
+    and batches between the two keep as many layers as fit. ``step_at`` gives the step on a batch of a share of the largest
+    one's tokens, None if it can't be told, and ``search_for`` the search for a step's placement with some :class:`.Counts`."""
     usual = step_at(share)
     if usual is None or (best := search_for(usual).best()) is None:
         return None
@@ -279,9 +275,8 @@ def place_both(
     )
     if both.is_linear and fewer_kept:
         # What else a batch takes may grow more slowly than its tokens (the loss takes tiles): one between the two tells.
-        between = share**0.5
-        step = step_at(between)
-        fits = step is not None and search_for(step, **there).fits(both.at(between)[0])
+        step = step_at(share**0.5)
+        fits = step is not None and search_for(step, **there).fits(both.at(share**0.5)[0])
         both = dataclasses.replace(both, is_linear=fits)
     return both, both.is_linear and not moves
 

@@ -24,8 +24,7 @@ from megatrain_accelerate.units import GIB
 RESUMED_SHARE_OF_DEVICE = 0.95
 """Share of the free memory that a resumed plan may take. A new plan takes less: a few MiB more or less are free each time."""
 
-_COLUMNS = 80
-"""Of the table."""
+_TABLE_COLUMNS = 80
 
 
 def made_for(model: nn.Module, runtime: StreamingRuntime, config: MegatrainConfig, micro_batches: int) -> str:
@@ -161,7 +160,7 @@ def plan_table(plan: PlanRecord, runtime: StreamingRuntime, budget_bytes: int, o
     width = max(len(name) for name, _ in rows)
     lines = ["megatrain: plan"]
     for name, text in rows:
-        first, *others = textwrap.wrap(text, _COLUMNS - width - 4)
+        first, *others = textwrap.wrap(text, _TABLE_COLUMNS - width - 4)
         lines += [f"  {name:<{width}}  {first}", *(f"  {'':<{width}}  {other}" for other in others)]
     return "\n".join(lines)
 
