@@ -254,11 +254,9 @@ class DevicePlan:
             self._note(planned=seen, usual_share=1.0)
             return
         self._adopt(plan)
-        if not budget_bytes:
-            return
-        if (self.show or self._runtime.ranks is not None) and self._compiles_after is None:
+        if budget_bytes and (self.show or self._runtime.ranks is not None) and self._compiles_after is None:
             self._table = plan_table(plan, self._runtime, budget_bytes, outline)
-        if plan.predicted_bytes > budget_bytes:
+        if budget_bytes and plan.predicted_bytes > budget_bytes:
             held = {**self.budget.fixed_bytes_by_kind(outline), "step": plan.predicted_bytes - self.fixed_bytes(outline)}
             logger.warning(
                 "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s) and %.1f GiB are planned with; if it "
