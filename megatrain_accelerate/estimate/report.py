@@ -12,7 +12,7 @@ from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.estimate.findings import MOST_BATCH, MOST_TOKENS, Estimate
 from megatrain_accelerate.estimate.forecast import Forecast
 from megatrain_accelerate.estimate.machine_description import MachineDescription
-from megatrain_accelerate.plan.plan_table import experts_text
+from megatrain_accelerate.plan.plan_record import experts_text
 from megatrain_accelerate.tracing import empty_figure
 from megatrain_accelerate.units import GB, GIB
 

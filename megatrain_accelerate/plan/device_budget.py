@@ -41,8 +41,7 @@ class DeviceBudget:
 
     def left_bytes(self) -> int | None:
         """Bytes of the budget beside what the engine holds; None without a budget."""
-        whole_bytes = self.whole_bytes()
-        if not whole_bytes:
+        if not (whole_bytes := self.whole_bytes()):
             return None
         left = whole_bytes - self.held_bytes()
         if self._device.type == "cuda":

@@ -9,7 +9,7 @@ import logging
 import math
 import sys
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch import nn
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.kernels.device import can_step_on
 from megatrain_accelerate.layers.micro_batches import rows_of
-from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.runtime import StreamingRuntime, forwards_are_open
 from megatrain_accelerate.parallel.ranks import Ranks
@@ -38,13 +37,11 @@ from megatrain_accelerate.plan.other_batches import (
     sizes_vary,
 )
 from megatrain_accelerate.plan.placement import Counts, Model, UnitSizes, fixed_counts, peak_bytes, sent_bytes
-from megatrain_accelerate.plan.placement_search import PlacementSearch
-from megatrain_accelerate.plan.plan_record import RESUMED_SHARE_OF_DEVICE, PlanRecord, made_for
-from megatrain_accelerate.plan.plan_table import plan_table
+from megatrain_accelerate.plan.placement_search import MOST_USUAL_SHARE, PlacementSearch, place_both
+from megatrain_accelerate.plan.plan_record import RESUMED_SHARE_OF_DEVICE, PlanRecord, made_for, plan_table
 from megatrain_accelerate.plan.step_outline import outline_step
 from megatrain_accelerate.plan.step_profile import StepOutline
 from megatrain_accelerate.plan.step_ways import WayChoice, layers_run
-from megatrain_accelerate.plan.usual_batch import MOST_USUAL_SHARE, place_both
 from megatrain_accelerate.progress import say
 from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes
 from megatrain_accelerate.store.unit import HostUnit
@@ -81,13 +78,14 @@ class DevicePlan:
         """Whether this process shows the table."""
         self.budget = DeviceBudget(runtime, config, device)
         self.made = PlanRecord()
-        """The last plan, the batches that it covers, what lies where, and what is predicted."""
         self._measured_steps: dict[Hashable, tuple[StepOutline, StepOutline]] = {}
         """For each way of running a step, one that was measured: its estimate, and its measured outline."""
         self._foreseen: dict[Hashable, StepOutline] = {}
         self._table: str | None = None
         """That of a plan that was just made, until it is shown."""
         self._ranks = runtime.sums.ranks
+        self.may_gather = all(layer.has_trainable for layer in runtime.layers)
+        """Whether all ranks are sure to run the same layers; a frozen one (of pictures, say) may be left out by some."""
         self._exchange_bytes = math.inf
         """Of gradients that several ranks exchange a second."""
         self._fetch_share = 1.0
@@ -157,13 +155,21 @@ class DevicePlan:
         if self._is_displaced:
             self._place(self.made.placement)
             self._is_displaced = False
-        if self._runtime.ranks is None:
-            extent, in_a_row = self._extent(inputs), self._runtime.calls.real is not None
-            self._note_batches(extent)
-            self._plan_alone(model, inputs, extent, row_size(inputs))
-        else:
-            extent, in_a_row = self._plan_together(self._runtime.ranks, model, inputs)
-        share = 1.0 if self.made.usual_share == 1.0 else extent.share_of(self.made.planned, in_a_row)
+        ranks, is_in_a_row = self._runtime.ranks, self._runtime.calls.real is not None
+        own = (self._extent(inputs), row_size(inputs), is_in_a_row, self.made.planned, self._resumed is not None)
+        told: list[Any] = [own] if ranks is None else ranks.gather(own)
+        extents, sizes, in_rows = ([each[at] for each in told] for at in range(3))
+        extent = functools.reduce(BatchExtent.union, extents)
+        self._note_rows(*sizes)  # before anything is compiled
+        tokens = self.made.tokens + sum(each.real for each in extents)
+        self._note(batches=self.made.batches + len(extents), tokens=tokens)
+        # All ranks decide alike, from what all told.
+        if any(resumes or not planned.covers(extent) for *_, planned, resumes in told):
+            if ranks is None:
+                self._plan(model, inputs, extent, sizes)
+            else:
+                self._plan_together(ranks, model, inputs, extents, sizes)
+        share = 1.0 if self.made.usual_share == 1.0 else extent.share_of(self.made.planned, all(in_rows))
         self._runtime.calls.policy, predicted_bytes = self.made.at(share)
         self._runtime.activations.spacing = self._runtime.calls.policy.offload_spacing
         self.predicted_peak_bytes = max(self.predicted_peak_bytes, predicted_bytes)
@@ -171,25 +177,11 @@ class DevicePlan:
             say(self._table, file=sys.stderr)
         self._table = None
 
-    def _plan_alone(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, *sizes: int) -> None:
-        """Takes over the plan of an interrupted training, if there is one; plans if the extent isn't covered."""
-        if self._resumed is not None:
-            self._take_over(model, self._resumed)
-        self._note_rows(*sizes)
-        if not self.made.planned.covers(extent):
-            self._plan(model, inputs, extent)
-
-    def _plan_together(self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[BatchExtent, bool]:
-        """One plan for all ranks, by the one with the largest batch, within the smallest budget. All decide alike whether to
-        plan, from what all told. Returns what covers all ranks' batches, and whether all of them leave padding out."""
-        own = self._extent(inputs), row_size(inputs), self._runtime.calls.real is not None
-        told = ranks.gather((*own, self.made.planned, self._resumed is not None))
-        extents, sizes, in_rows = ([each[at] for each in told] for at in range(3))
-        extent, in_a_row = functools.reduce(BatchExtent.union, extents), all(in_rows)
-        self._note_rows(*sizes)  # before anything is compiled
-        self._note_batches(*extents)
-        if all(planned.covers(extent) and not resumes for *_, planned, resumes in told):
-            return extent, in_a_row
+    def _plan_together(
+        self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any], extents: Sequence[BatchExtent], sizes: Sequence[int]
+    ) -> None:
+        """One plan for all ranks, by the one with the largest batch, within the smallest budget."""
+        extent = functools.reduce(BatchExtent.union, extents)
         planner = max(range(ranks.size), key=lambda rank: (extents[rank].elements, extents[rank].length))
         # Before free memory is asked for: collectives make their buffers when they first run.
         exchange = self._runtime.offloader.exchange
@@ -205,7 +197,7 @@ class DevicePlan:
                 real = self._runtime.calls.real if self._extent(inputs).covers(extent) else None
                 try:
                     with replaced(self._runtime.calls, "real", real):
-                        self._plan_alone(model, inputs, extent, *sizes)
+                        self._plan(model, inputs, extent, sizes)
                 except Exception as error:  # the others wait, and a script may catch it (too little memory) and go on
                     failure = error
             elif self.measures and self._resumed is None and not self.made.plans:
@@ -221,12 +213,6 @@ class DevicePlan:
             self._adopt(made)
             self._note_rows(*sizes)
         self._runtime.prefetcher.forget_gathered()
-        return extent, in_a_row
-
-    @property
-    def may_gather(self) -> bool:
-        """Whether all ranks are sure to run the same layers; a frozen one (of pictures, say) may be left out by some."""
-        return all(layer.has_trainable for layer in self._runtime.layers)
 
     def _choose_fetches(self, ranks: Ranks) -> None:
         """Weights are gathered from all ranks if that takes less time than when each fetches them whole, all at once."""
@@ -243,8 +229,12 @@ class DevicePlan:
         self.made, self._resumed = plan, None
         self._foreseen.clear()
 
-    def _plan(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> None:
-        """Plans for a batch of this extent, which no plan covers."""
+    def _plan(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, sizes: Sequence[int]) -> None:
+        """Plans for batches of this extent and these row sizes, if the plan of an interrupted training doesn't cover them."""
+        if self._resumed is not None:
+            self._take_over(model, self._resumed, sizes)
+        if self.made.planned.covers(extent):
+            return
         budget_bytes = self.budget.whole_bytes()
         self._runtime.refresh_if_written()
         seen = self.made.seen.union(extent)
@@ -264,11 +254,9 @@ class DevicePlan:
             self._note(planned=seen, usual_share=1.0)
             return
         self._adopt(plan)
-        if not budget_bytes:
-            return
-        if (self.show or self._runtime.ranks is not None) and self._compiles_after is None:
+        if budget_bytes and (self.show or self._runtime.ranks is not None) and self._compiles_after is None:
             self._table = plan_table(plan, self._runtime, budget_bytes, outline)
-        if plan.predicted_bytes > budget_bytes:
+        if budget_bytes and plan.predicted_bytes > budget_bytes:
             held = {**self.budget.fixed_bytes_by_kind(outline), "step": plan.predicted_bytes - self.fixed_bytes(outline)}
             logger.warning(
                 "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s) and %.1f GiB are planned with; if it "
@@ -315,12 +303,8 @@ class DevicePlan:
                 usual_share=1.0,
                 usual_bytes=0,
                 is_linear=False,
-                offloaded_bytes=0,
-                predicted_time=None,
             )
-            room_is_free = False
-            if self.budget.exists:
-                plan, room_is_free = self._placed(model, inputs, plan, outline)
+            plan, room_is_free = self._placed(model, inputs, plan, outline) if self.budget.exists else (plan, False)
             if room_is_free or growth < FREE_GROWTH:
                 break
         fixed_bytes = self.fixed_bytes(outline)
@@ -338,61 +322,54 @@ class DevicePlan:
         # Steps may be planned anew for another reason than their batches: more forwards at once.
         growths = [FREE_GROWTH, GROWTH_FACTORS[min(max(1, self.made.plans), len(GROWTH_FACTORS)) - 1]]
         for growth in [*(growths if seen != self.made.seen else ()), 1.0] if varies else ():
-            if (resized := resized_batch(model, inputs, seen, growth)) is None:
-                break
-            batch, real = resized
-            if self._runtime.calls.real is None:  # a batch that is computed whole takes more than its tokens in a row
-                real = None
             # Room for batches that never came isn't worth smaller pieces, or tiles.
-            outline = self._step_on(model, batch, real, may_change_way=growth == 1.0)
+            planned, outline = self._resized_step(model, inputs, seen, growth, may_change_way=growth == 1.0)
             if outline is not None and self.search_for(outline).something_fits:
-                yield growth, BatchExtent.of(batch, real), outline
+                yield growth, planned, outline
         yield 1.0, self._extent(inputs), self.foresee(model, inputs)
 
-    def _step_on(
-        self, model: nn.Module, batch: Mapping[str, Any], real: RealTokens | None, may_change_way: bool = False
-    ) -> StepOutline | None:
-        """A step on a made-up batch of which these tokens are real, scaled from the measured one; None if it can't be told."""
+    def _resized_step(
+        self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, growth: float, may_change_way: bool = False
+    ) -> tuple[BatchExtent, StepOutline | None]:
+        """A batch of ``growth`` times that extent, and its step, scaled from the measured one; None if it can't be told."""
+        calls = self._runtime.calls
+        if (resized := resized_batch(model, inputs, extent, growth)) is None:
+            return extent, None
+        # A batch that is computed whole takes more than its tokens in a row.
+        batch, real = resized[0], None if calls.real is None else resized[1]
         try:
-            with replaced(self._runtime.calls, "real", real):
+            with replaced(calls, "real", real):
                 ways = self._ways(model, batch)
-                return self._in_proportion(batch, ways.best()[0] if may_change_way else ways.outline())
+                outline = ways.best()[0] if may_change_way else ways.outline()
+                return self._extent(batch), self._in_proportion(batch, outline)
         except Exception as error:  # the model bounds sequences in a way of its own
             logger.info("megatrain: no batches of another size can be planned for (%s)", error)
-            return None
+            return extent, None
 
     def _placed(
         self, model: nn.Module, inputs: Mapping[str, Any], plan: PlanRecord, outline: StepOutline
     ) -> tuple[PlanRecord, bool]:
         """The plan with the fastest placement, for the usual batch too where that is smaller; and whether room for the largest
         costs the usual one nothing."""
-        planned, calls = plan.planned, self._runtime.calls
         # One budget for all: the driver tells another number each time, after milliseconds.
         search_for = functools.partial(self.search_for, budget_bytes=self.budget.whole_bytes())
-        share = plan.tokens / (plan.batches * planned.real) if planned.real else 1.0
+        share = plan.tokens / (plan.batches * plan.planned.real) if plan.planned.real else 1.0
 
         def step_at(share: float) -> StepOutline | None:
-            extent, growth = planned, share
-            if calls.real is not None:  # without padding the tokens alone count, else the length does, too
-                extent, growth = dataclasses.replace(planned, real=round(share * planned.real)), 1.0
-            if (resized := resized_batch(model, inputs, extent, growth)) is None:
-                return None
-            batch, real = resized
+            extent, growth = plan.planned, share
+            if self._runtime.calls.real is not None:  # without padding the tokens alone count, else the length does, too
+                extent, growth = dataclasses.replace(extent, real=round(share * extent.real)), 1.0
             with layers_run(self._runtime, outline.samples, outline.token_tile):
-                return self._step_on(model, batch, real if calls.real is not None else None)
+                return self._resized_step(model, inputs, extent, growth)[1]
 
-        if share <= MOST_USUAL_SHARE:
-            both = place_both(plan, share, step_at, outline, search_for, self._fixed())
+        if share <= MOST_USUAL_SHARE and "kept" not in self._fixed():
+            both = place_both(plan, share, step_at, outline, search_for)
             if both is not None:
                 return both
         search = search_for(outline)
         found = search.best() or search.leanest()
         time, sent = None if outline.surely_fits else found.time, sum(sent_bytes(outline, found.placement))
         return dataclasses.replace(plan, placement=found.placement, predicted_time=time, offloaded_bytes=sent), False
-
-    def _note_batches(self, *extents: BatchExtent) -> None:
-        tokens = self.made.tokens + sum(extent.real for extent in extents)
-        self._note(batches=self.made.batches + len(extents), tokens=tokens)
 
     def _extent(self, inputs: Mapping[str, Any]) -> BatchExtent:
         return BatchExtent.of(inputs, self._runtime.calls.real)
@@ -405,7 +382,7 @@ class DevicePlan:
         held = sum(self.budget.fixed_bytes_by_kind(outline).values()) + LIBRARY_WORKSPACE_BYTES
         return held + (self.made.forwards_at_once - 1) * waiting
 
-    def _take_over(self, model: nn.Module, data: dict[str, Any]) -> None:
+    def _take_over(self, model: nn.Module, data: dict[str, Any], sizes: Sequence[int]) -> None:
         """Goes on by a recorded plan, if it was made for what is here and fits; else the next batch is planned for."""
         record, self._resumed = PlanRecord.of_data(data), None
         if record is None or record.made_for != made_for(model, self._runtime, self._config, self.micro_batches):
@@ -421,6 +398,7 @@ class DevicePlan:
         else:
             counts = {name: getattr(record, name) + getattr(self.made, name) for name in ("batches", "tokens")}
             self._adopt(dataclasses.replace(record, **counts))
+            self._note_rows(*sizes)
 
     def expect_steps(self, steps: int | None, compiles: bool | None = None, record: dict[str, Any] | None = None) -> None:
         """A training begins, of so many optimizer steps if that is known: layers are compiled only if that pays for itself.
@@ -526,16 +504,12 @@ class DevicePlan:
         samples = max(rows_of(dict(inputs) if ids is None else ids), default=1)
         return WayChoice(self._runtime, self._config, samples, outline, self.search_for)
 
-    def search_for(
-        self, outline: StepOutline, fixed: Mapping[str, Any] | None = None, budget_bytes: int | None = None
-    ) -> PlacementSearch:
-        """For the placement of such a step, with what the settings fix unless more is ``fixed``, in the whole budget unless
+    def search_for(self, outline: StepOutline, budget_bytes: int | None = None, **counts: int) -> PlacementSearch:
+        """For the placement of such a step, with these ``counts`` where the settings fix no others, in the whole budget unless
         another is named."""
-        budget_bytes = self.budget.whole_bytes() if budget_bytes is None else budget_bytes
-        step_bytes = budget_bytes - self.fixed_bytes(outline)
-        host_bytes = self._host_budget_bytes()
-        fixed = self._fixed() if fixed is None else fixed
-        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, fixed, host_bytes)
+        whole_bytes = self.budget.whole_bytes() if budget_bytes is None else budget_bytes
+        step_bytes, host_bytes = whole_bytes - self.fixed_bytes(outline), self._host_budget_bytes()
+        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, {**counts, **self._fixed()}, host_bytes)
 
     def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
         is_plain = self._runtime.runs_whole and self.search_for(outline).everything() is not None

@@ -95,17 +95,15 @@ class EvaluationWeights:
 
     def _hold(self, spare_bytes: float) -> None:
         prefetcher = self._runtime.prefetcher
-        for layer in self._runtime.layers:
-            if layer.index in prefetcher.own_slots:
-                continue
-            spare_bytes -= layer.unit.layout.weight_bytes
-            if spare_bytes < 0:
-                break
-            try:
-                prefetcher.hold(layer.index)
-            except torch.OutOfMemoryError:
-                self._is_full = True
-                break
+        try:
+            for layer in self._runtime.layers:
+                if layer.index not in prefetcher.own_slots:
+                    spare_bytes -= layer.unit.layout.weight_bytes
+                    if spare_bytes < 0:
+                        return
+                    prefetcher.hold(layer.index)
+        except torch.OutOfMemoryError:
+            self._is_full = True
 
     def _say_what_streams(self) -> None:
         layers, prefetcher, experts = self._runtime.layers, self._runtime.prefetcher, self._runtime.experts

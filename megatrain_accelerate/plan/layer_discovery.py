@@ -202,12 +202,12 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> lis
         while name:
             name = name.rpartition(".")[0]
             parent, seen_before = outside[name]
-            if any(id(part) in inside for part in parent.modules()):
-                if is_embedding or seen == seen_before:
-                    yield parent
+            has_layers = any(id(part) in inside for part in parent.modules())
+            if not has_layers or is_embedding or seen == seen_before:
+                yield parent
+            if has_layers:
                 return
             seen = seen_before
-            yield parent
 
     residents: list[ResidentSpec] = []
     taken: set[int] = set()

@@ -190,7 +190,7 @@ class _MeasuredLayers:
             kept_backward_bytes=backward.peak_bytes,
             forward_seconds=forward.seconds(),
             kept_forward_seconds=kept_forward.seconds(),
-            attention_seconds=measurement.attention_seconds(),
+            attention_seconds=None if measurement.attention is None else sum(measurement.attention.of_each()),
             backward_seconds=backward.seconds(),
             **recomputes,
         ).of_pieces(split, sum(tensor.nbytes for tensor in tensors_in(made)))
@@ -245,8 +245,8 @@ class _Measurement:
         )
         self.given_up_bytes = 0
         """Of what the layer returns and its graph doesn't hold."""
-        self._attention = _Stopwatch(runtime.streams.device, counts_bytes=False) if times_attention else None
-        """Of the last forward."""
+        self.attention = _Stopwatch(runtime.streams.device, counts_bytes=False) if times_attention else None
+        """Of the last forward; None where it isn't measured, since the layer is compiled."""
         self._layer, self._slot, self._inputs = layer, slot, inputs
         self._weight: Callable[[torch.Tensor, bool], torch.Tensor] = nn.Parameter if is_plain else torch.Tensor.requires_grad_
         self._compiled, self._row = runtime.compiled, row
@@ -295,14 +295,10 @@ class _Measurement:
         for _ in range(rounds if seconds < _LONG_SECONDS else 0):
             work()
 
-    def attention_seconds(self) -> float | None:
-        """Of a forward; None where it isn't measured, since the layer is compiled."""
-        return None if self._attention is None else sum(self._attention.of_each())
-
     def _timing_attention(self) -> contextlib.AbstractContextManager[Any]:
-        if self._attention is None:
+        if self.attention is None:
             return contextlib.nullcontext()
-        stopwatch = self._attention = _Stopwatch(self._slot.buffer.device, counts_bytes=False)
+        stopwatch = self.attention = _Stopwatch(self._slot.buffer.device, counts_bytes=False)
 
         def run(func: Any, args: Any, kwargs: Any) -> Any:
             with stopwatch.running():

@@ -12,11 +12,11 @@ from torch import nn
 
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.plan.machine import Machine
-from megatrain_accelerate.plan.step_profile import LayerProfile, StepOutline
+from megatrain_accelerate.plan.step_profile import SECONDS, LayerProfile, StepOutline
 
 FREE_GROWTH = 3.0
 """Size of the batches that a plan covers, over that of those so far: where sizes vary, and that costs the usual batch nothing
-(:mod:`.usual_batch`). In 40 orders of a library's functions as documents, 8 a batch, 12 planned again behind the fiftieth
+(:func:`.place_both`). In 40 orders of a library's functions as documents, 8 a batch, 12 planned again behind the fiftieth
 batch with 2.0, and one with 3.0."""
 
 GROWTH_FACTORS = (1.5, 2.0)
@@ -140,14 +140,10 @@ def _scaled_profile(
         name: round(getattr(measured, name) * _ratio(getattr(estimate, name), getattr(measured_estimate, name)))
         for name in ("kept_bytes", "forward_bytes", "kept_forward_bytes", "kept_backward_bytes", "recomputed_bytes")
     }
-    for costs, names in (
-        ("forward", ("forward_seconds", "kept_forward_seconds", "recompute_seconds")),
-        ("backward", ("backward_seconds",)),
-        ("attention", ("attention_seconds",)),
-    ):
+    for name, costs in SECONDS.items():
         now, before = (getattr(profile, costs).seconds(machine) for profile in (estimate, measured_estimate))
-        seconds = {name: getattr(measured, name) for name in names}
-        changes |= {name: None if value is None else value * _ratio(now, before) for name, value in seconds.items()}
+        seconds = getattr(measured, name)
+        changes[name] = None if seconds is None else seconds * _ratio(now, before)
     return estimate.keeping(budgets=measured.budgets, **changes)
 
 

@@ -221,9 +221,8 @@ def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
     for event in outline.forward_calls:
         profile = outline.profiles[event.kind]
         # What a recomputed layer saves besides its inputs waits where they do.
-        waiting = (
-            profile.input_bytes + profile.attention_bytes * (event.layer in placement.attention_kept) + profile.lean_bytes
-        )
+        attention_bytes = profile.attention_bytes if event.layer in placement.attention_kept else 0
+        waiting = profile.input_bytes + profile.lean_bytes + attention_bytes
         leaving = profile.offloaded_bytes * (event.layer in placement.offloaded)
         sent.append(leaving + waiting * placement.offloads_inputs(event.layer))
     return sent

@@ -1,4 +1,5 @@
-"""The fastest placement that fits: what lives where is varied one or two kinds at a time, each candidate is simulated."""
+"""The fastest placement that fits: what lives where is varied one or two kinds at a time, each candidate is simulated. Where
+most batches are smaller than the largest that a plan covers, there are two, one for each of these sizes."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.placement import Counts, Model, held_bytes, sent_bytes, step_bytes
+from megatrain_accelerate.plan.plan_record import PlanRecord
 from megatrain_accelerate.plan.step_profile import StepOutline
 from megatrain_accelerate.plan.step_simulation import StepTime, simulate_step
 
@@ -33,6 +35,12 @@ memory with AdamW (3B, 8 x 4,096 tokens, 24 GiB of an H200)."""
 
 _FEW_ON_DEVICE = 4
 """Numbers of layers on the device, up to a quarter of all, that are tried with each number of offloaded ones."""
+
+MOST_USUAL_SHARE = 0.9
+"""Where batches of the mean size have more than this share of the largest one's tokens, all are planned for as the largest."""
+
+LINEAR_SHARE = 0.98
+"""Bytes that a layer keeps, over those that are reckoned, may be as few: rounding takes a little."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,24 +148,23 @@ class PlacementSearch:
         for count in range(1, 1 if "inputs_offloaded" in self._fixed else self._count + 1):
             leaving = dataclasses.replace(settled, inputs_offloaded=frozenset(range(count)), offload_spacing=1)
             placements += [leaving] if self._has_host_room(leaving) else []
-        peaks = [self._peak_bytes(placement) for placement in placements]
-        return self._candidate(placements[peaks.index(min(peaks))], min(peaks))
+        peak_bytes, at = min((self._peak_bytes(placement), at) for at, placement in enumerate(placements))
+        return self._candidate(placements[at], peak_bytes)
 
     def _filled(self, at: Counts, found: Candidate) -> Candidate:
         """The same with as much on the device as there is room for: it takes load off the host and the link."""
-
-        def first_as_good(filled: Iterable[Counts]) -> tuple[Counts, Candidate]:
+        fillings: list[dict[str, Iterable[int]]] = [
+            {"states_on_device": range(self._count, at.states_on_device, -1)},
+            {"groups_on_device": [True], "on_device": range(self._count, at.on_device, -1)},
+        ]
+        for values in fillings if self._model.ranks > 1 else fillings[1:]:
             seconds, kept = (1 + NO_SLOWER) * found.time.seconds, len(found.placement.kept)
-            for counts in filled:
+            for counts in self._varied(at, **values):
                 candidate = self._try(counts)
                 if candidate is not None and candidate.time.seconds <= seconds and len(candidate.placement.kept) >= kept:
-                    return counts, candidate
-            return at, found
-
-        if self._model.ranks > 1:
-            at, found = first_as_good(self._varied(at, states_on_device=range(self._count, at.states_on_device, -1)))
-        layers = range(self._count, at.on_device, -1)
-        return first_as_good(self._varied(at, groups_on_device=[True], on_device=layers))[1]
+                    at, found = counts, candidate
+                    break
+        return found
 
     def _varied(self, at: Counts, **values: Iterable[int]) -> Iterator[Counts]:
         """The counts with each combination of values, but for those that are fixed; those named last vary fastest."""
@@ -230,3 +237,71 @@ class PlacementSearch:
     def _has_host_room(self, placement: Placement) -> bool:
         room_bytes = self._host_budget + self._model.moved_bytes(placement)
         return sum(sent_bytes(self._outline, placement)) <= max(0, room_bytes)
+
+
+def place_both(
+    plan: PlanRecord,
+    share: float,
+    step_at: Callable[[float], StepOutline | None],
+    largest: StepOutline,
+    search_for: Callable[..., PlacementSearch],
+) -> tuple[PlanRecord, bool] | None:
+    """The plan with a placement for the *usual* batch, that of ``share`` of the largest one's tokens, and one for the largest;
+    None if there are none with the units in the same places. What lives where is chosen for the usual batch, as far as the
+    largest fits beside it with fewer kept layers: so a few long batches, which recompute more, don't send weights and states
+    to the host for all the others. And whether that costs the usual batch nothing: units live where it alone would have them,
+    and batches between the two keep as many layers as fit. ``step_at`` gives the step on a batch of a share of the largest
+    one's tokens, None if it can't be told, and ``search_for`` the search for a step's placement with some :class:`.Counts`."""
+    usual = step_at(share)
+    if usual is None or (best := search_for(usual).best()) is None:
+        return None
+    if (found := _largest_beside(best, largest, search_for)) is None:
+        return None
+    most, there = found
+    moves = any(getattr(most.placement, name) != getattr(best.placement, name) for name in ("on_device", "states_on_device"))
+    if moves and (best := search_for(usual, **there).best()) is None:
+        return None
+    fewer_kept = len(best.placement.kept) - len(most.placement.kept)
+    differ_in_kept = dataclasses.replace(most.placement, kept=best.placement.kept) == best.placement and fewer_kept >= 0
+    both = dataclasses.replace(
+        plan,
+        placement=most.placement,
+        predicted_time=None if usual.surely_fits else best.time,
+        offloaded_bytes=max(sum(sent_bytes(step, at.placement)) for step, at in ((usual, best), (largest, most))),
+        usual_share=share,
+        usual_placement=best.placement,
+        usual_bytes=best.peak_bytes,
+        is_linear=differ_in_kept and _keeps_in_proportion(share, usual, largest),
+    )
+    if both.is_linear and fewer_kept:
+        # What else a batch takes may grow more slowly than its tokens (the loss takes tiles): one between the two tells.
+        step = step_at(share**0.5)
+        fits = step is not None and search_for(step, **there).fits(both.at(share**0.5)[0])
+        both = dataclasses.replace(both, is_linear=fits)
+    return both, both.is_linear and not moves
+
+
+def _largest_beside(
+    best: Candidate, largest: StepOutline, search_for: Callable[..., PlacementSearch]
+) -> tuple[Candidate, dict[str, int]] | None:
+    """The largest batch's placement with as many layers, and states of others, on the device as there are with ``best``, or as
+    many as fit unless that is fixed, and the counts that it was found with."""
+    layers, states = len(best.placement.on_device), len(best.placement.states_on_device)
+    fewer_states = [(layers, count) for count in range(states, -1, -1)]
+    for on_device, stepped in fewer_states + [(count, 0) for count in range(layers - 1, -1, -1)]:
+        groups = best.placement.groups_on_device
+        there = {"groups_on_device": groups, "on_device": on_device, "states_on_device": stepped}
+        search = search_for(largest, **there)
+        if search.something_fits:
+            # Each memory budget has a graph of its own, which takes time to compile.
+            found = search.best_with(best.placement.budgets) or search.best()
+            return None if found is None else (found, there)
+    return None
+
+
+def _keeps_in_proportion(share: float, usual: StepOutline, largest: StepOutline) -> bool:
+    """Whether what layers keep grows at most in proportion to the tokens, and is as much for each layer."""
+    less, more = ([step.profiles[call.kind].kept_bytes for call in step.forward_calls] for step in (usual, largest))
+    if len(less) != len(more) or min(more) < LINEAR_SHARE * max(more):
+        return False
+    return all(own >= LINEAR_SHARE * share * of_largest for own, of_largest in zip(less, more, strict=True))

@@ -280,8 +280,7 @@ def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device)
 
 def loss_of(output: Any, device: torch.device) -> torch.Tensor:
     """The model's own loss, or for a model that was given no labels the sum over its output."""
-    loss = output["loss"] if isinstance(output, Mapping) and output.get("loss") is not None else None
-    if loss is None:
-        sums = (tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad)
-        loss = sum(sums, torch.zeros((), device=device))
-    return loss
+    if isinstance(output, Mapping) and output.get("loss") is not None:
+        return output["loss"]
+    sums = (tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad)
+    return sum(sums, torch.zeros((), device=device))

@@ -24,6 +24,14 @@ class SavedInForward:
     """Of the forward until the last tensor was saved."""
 
 
+SECONDS = {
+    **dict.fromkeys(("forward_seconds", "kept_forward_seconds", "recompute_seconds"), "forward"),
+    "backward_seconds": "backward",
+    "attention_seconds": "attention",
+}
+"""The measured times of a :class:`LayerProfile`, each with the costs to which it is in proportion."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerProfile:
     """What one call of a layer costs on the device. Bytes are above what is there when the call begins."""
@@ -109,9 +117,8 @@ class LayerProfile:
         share = sum(split.sizes) / split.sizes[0]
         costs = {name: getattr(self, name).times(share) for name in ("forward", "backward", "attention", "experts")}
         sizes = ("kept_bytes", "offloaded_bytes", "attention_bytes", "expert_bytes")
-        times = ("forward_seconds", "kept_forward_seconds", "recompute_seconds", "backward_seconds", "attention_seconds")
         in_proportion: dict[str, Any] = {**costs, **{name: round(share * getattr(self, name)) for name in sizes}}
-        in_proportion |= {name: share * taken for name in times if (taken := getattr(self, name)) is not None}
+        in_proportion |= {name: share * taken for name in SECONDS if (taken := getattr(self, name)) is not None}
         kept_bytes = in_proportion["kept_bytes"]
         return dataclasses.replace(
             self,

@@ -108,8 +108,9 @@ class Slots:
     """So many slots for weights, which take turns: each is free when what used it last has computed."""
 
     def __init__(self, count: int, link: Link) -> None:
-        self._count, self._link = count, link
-        self.forget()
+        self._link = link
+        self._users: dict[Hashable, float] = {object(): 0.0 for _ in range(count)}
+        """Until when each computes with its slot, the latest last; at first nobody has used them."""
 
     def filled_at(self, holder: Hashable, size_bytes: int, not_before: float) -> float:
         """When the holder's weights are in a slot, the copy queued if they aren't yet; 0 if they are."""
@@ -121,11 +122,6 @@ class Slots:
         """The holder computes with its slot until then."""
         del self._users[holder if holder in self._users else next(iter(self._users))]
         self._users[holder] = until
-
-    def forget(self) -> None:
-        """All slots are free; nobody has used them."""
-        self._users: dict[Hashable, float] = {object(): 0.0 for _ in range(self._count)}
-        """Until when each computes with its slot, the latest last."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,16 +206,15 @@ class _Pipeline:
     def forward_and_backward(self, is_last: bool) -> None:
         placement = self.placement
         copies = _ActivationCopies(self)
-        fetched_at: float | None = None
         self.compute.wait_until(self.before_at)
         events, last_forward = self.outline.events, self.last_forward
+        ready = self._weights_at(events[0].layer) if events else 0.0
         for position, event in enumerate(events):
             self.compute.work(self.outside_seconds[position])
             unit = self.model.layers[event.layer]
             seconds = self.seconds[event.kind]
             remembers = not placement.is_recomputed(event.layer)
             leaves = event.layer not in placement.on_device and unit.gradient_bytes > 0
-            ready = self._weights_at(event.layer) if fetched_at is None else fetched_at
             issued_at = self.compute.free_at
             if event.is_backward:
                 ready = max(ready, copies.back_at(event.layer, issued_at))
@@ -252,7 +247,7 @@ class _Pipeline:
             if event.layer not in placement.on_device:
                 self.slots.use(event.layer, end)
             # The next layer's weights are fetched before activations come back ahead of their time.
-            fetched_at = self._weights_at(events[position + 1].layer) if position + 1 < len(events) else None
+            ready = self._weights_at(events[position + 1].layer) if position + 1 < len(events) else 0.0
             if event.is_backward:
                 copies.bring_ahead(event.layer, issued_at)
         self.compute.work(self.outline.tail_costs.seconds(self.machine))
@@ -344,8 +339,7 @@ class _Pipeline:
             for place, part in enumerate(model.parts.get(layer, ())):
                 self.applied[layer, place] = self._step_unit(part, now)
         self.after_at = self._step_and_push(model.groups_after, now)
-        self.slots.forget()
-        self.part_slots.forget()
+        self.slots, self.part_slots = Slots(model.slots, self.h2d), Slots(model.slots, self.h2d)
         self.compute.wait_until(self.compute.free_at + self.machine.step_overhead)
         stepped_bytes = sum(unit.step_traffic + _NORM_BYTES * unit.parameters for unit in model.on_device(placement))
         self.compute.work(stepped_bytes / self.machine.device_bytes)

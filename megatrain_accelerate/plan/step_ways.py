@@ -73,11 +73,10 @@ class WayChoice:
             try:
                 with layers_run(self._runtime, leaner.samples, leaner.token_tile):
                     found = leaner, measure(leaner)
-            except torch.OutOfMemoryError as raised:
-                error = raised.with_traceback(None)  # whose frames hold tensors
-            else:
                 if self._search(found[1]).something_fits:
                     break
+            except torch.OutOfMemoryError as raised:
+                error = raised.with_traceback(None)  # whose frames hold tensors
         if found is None:
             raise error
         return found
@@ -130,15 +129,3 @@ def may_cut(runtime: StreamingRuntime, config: MegatrainConfig) -> bool:
     kinds = {type(module): module for layer in runtime.layers for module in layer.module.modules()}
     known = all(kind.__module__.partition(".")[0] in _SAMPLES_APART for kind in kinds)
     return known and not any(hasattr(module, "expert_capacity") for module in kinds.values())
-
-
-def tiles_text(runtime: StreamingRuntime) -> str:
-    """What runs by tiles, and which layers have nothing that does, for each class of layers."""
-    tiled: dict[str, list[str]] = {}
-    for layer in runtime.layers:
-        names = tiled.setdefault(type(layer.module).__name__, [])
-        names += [name for name in layer.tiles.tiled_names if name not in names]
-    parts = [f"{', '.join(names)} of {kind}" if names else f"nothing of {kind}, whole" for kind, names in tiled.items()]
-    outside = runtime.outside_tiles.tiled_names
-    parts += [f"{', '.join(outside)} outside the layers"] if outside else []
-    return f"{runtime.token_tile} tokens: {'; '.join(parts)}"

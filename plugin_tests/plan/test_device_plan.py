@@ -18,7 +18,7 @@ from plain_torch import tiny_model, token_batches
 from torch import nn
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.plan import device_budget, device_plan, evaluation_weights, plan_table, step_ways
+from megatrain_accelerate.plan import device_budget, device_plan, evaluation_weights, plan_record, step_ways
 from megatrain_accelerate.plan.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.placement import Counts, peak_bytes
@@ -487,7 +487,7 @@ def test_the_table_says_what_lies_where_and_is_shown_once_a_plan(capsys: pytest.
 def test_the_table_counts_the_host_memory_that_steps_will_take(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan_table, "GIB", MIB)
+    monkeypatch.setattr(plan_record, "GIB", MIB)
     run = planned(2, offloaded_layers=0, offloaded_inputs=False)
     run.engine.device_plan.show = True
     run.step(batch())

@@ -81,5 +81,5 @@ def test_slots_take_turns_and_hold_what_used_them_last() -> None:
     assert slots.filled_at("c", 10, not_before=0.0) == 8.0  # when `a` has computed
     slots.use("c", until=12.0)
     assert slots.filled_at("a", 10, not_before=0.0) == 10.0  # its slot is another's, and `b` computes until 9
-    slots.forget()
+    slots = Slots(2, link)  # as a step leaves them
     assert slots.filled_at("c", 10, not_before=0.0) == 11.0
