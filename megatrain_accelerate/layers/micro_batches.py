@@ -194,7 +194,10 @@ class _Shared(torch.autograd.Function):
         found = [gradient for gradient in gradients if gradient is not None]
         if not found:
             return None, None
-        return sum(found[1:], start=found[0].float()).to(found[0].dtype), None
+        total = found[0].float()
+        for gradient in found[1:]:
+            total = total + gradient
+        return total.to(found[0].dtype), None
 
 
 def _cannot(layer: str, reason: str) -> UnsupportedError:
