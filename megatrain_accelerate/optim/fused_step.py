@@ -16,7 +16,15 @@ from megatrain_accelerate.layers.layer import ExpertPart, StreamedExperts
 from megatrain_accelerate.layers.resident import Part, ResidentGroup
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.optim.host_step import Found, HostStep, narrowed_to, parameters_of
-from megatrain_accelerate.optim.moment_states import own_copies, show, shown_in_fp32, shows, take_over, without_residual
+from megatrain_accelerate.optim.moment_states import (
+    RESIDUAL_KEY,
+    own_copies,
+    show,
+    shown_in_fp32,
+    shows,
+    take_over,
+    without_residual,
+)
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.segments import plan_segments, segments_between, segments_of_experts, step_segments
 from megatrain_accelerate.store.unit import HostUnit
@@ -155,10 +163,12 @@ class FusedStep(HostStep):
     def retire(self, why: str, copies: bool = False) -> None:
         super().retire(why, copies)
         states = {} if self.optimizer is None else self.optimizer.state
-        own = {p: without_residual(entry) for p, entry in states.items() if id(p) in self.parameter_ids}
-        states.update(own)  # residuals are the weights' own, wherever these go
+        # In place: what a script holds of them, a state_dict() above all, are these very entries.
+        entries = [entry for parameter, entry in states.items() if id(parameter) in self.parameter_ids]
+        for entry in entries:
+            entry.pop(RESIDUAL_KEY, None)  # the weights' own, wherever these go
         if copies:
-            own_copies(own.values(), self.runtime.config.host_memory_gib)
+            own_copies(entries, self.runtime.config.host_memory_gib)
 
     def forget_backward(self) -> int:
         """Steps that were taken in a backward that no ``step()`` followed don't count any more, but the weights stay those

@@ -199,6 +199,23 @@ def test_an_optimizer_that_another_took_over_from_says_so_and_goes_on_when_prepa
     both(script)
 
 
+def test_a_state_dict_keeps_its_moments_while_another_optimizer_trains() -> None:
+    def script(accelerator: Accelerator) -> tuple[nn.Module, Observed]:
+        model, first = prepared(accelerator)
+        observed = train(accelerator, model, first, token_batches(2))
+        taken = first.optimizer.state_dict()
+        second = accelerator.prepare(adamw(model))
+        observed += train(accelerator, model, second, token_batches(2))
+        # As plain AdamW has them: what the store adds is the weights' own.
+        assert all(entry.keys() == {"step", "exp_avg", "exp_avg_sq"} for entry in taken["state"].values())
+        observed += [entry[key].clone() for entry in taken["state"].values() for key in ("exp_avg", "exp_avg_sq")]
+        first.optimizer.load_state_dict(taken)
+        observed += train(accelerator, model, accelerator.prepare(first), token_batches(2))
+        return model, observed
+
+    both(script)
+
+
 def test_moments_that_have_no_room_beside_anothers_are_let_go_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
