@@ -150,6 +150,8 @@ class HostKernels:
             )
         self._handle: ctypes.c_void_p | None = ctypes.c_void_p(handle)
         self._finalizer = weakref.finalize(self, self._library.megatrain_destroy, self._handle)
+        # A step may be at work when the process ends, whose memory the system takes back.
+        self._finalizer.atexit = False
 
     def close(self) -> None:
         """Ends the threads. No call may be in progress; later calls raise. Closing twice is fine."""
