@@ -46,9 +46,10 @@ def both(script: Script, tolerance: float = TOLERANCE, settings: dict[str, Any] 
 
 
 def adamw(model: nn.Module, **changes: Any) -> torch.optim.AdamW:
-    """AdamW with a rate at which a few steps are seen."""
+    """AdamW with a rate at which a few steps are seen, and an epsilon above the rounding of gradients near zero: of that its
+    first steps would be whole ones, and processors round matrix products each in their own way."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, **{"lr": 1e-3, "weight_decay": 0.1, **changes})
+    return torch.optim.AdamW(trained, **{"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6, **changes})
 
 
 def loss_of(model: nn.Module, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:

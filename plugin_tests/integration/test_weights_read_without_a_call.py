@@ -70,7 +70,7 @@ def build() -> Pooled:
 
 def train_slowly(accelerator: Accelerator) -> tuple[nn.Module, Observed]:
     model = build()
-    model, optimizer = accelerator.prepare(model, adamw(model, lr=1e-2))
+    model, optimizer = accelerator.prepare(model, adamw(model, lr=1e-2, eps=1e-4))
     generator = torch.Generator().manual_seed(2)
     observed: Observed = []
     for _ in range(4):
