@@ -4,7 +4,7 @@ operations alone are left out when they come again: selective recomputation (Kor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.layers.nested_tensors import tensors_in
 from megatrain_accelerate.transfer.activation_offload import ParcelPlace, Recording
 
+FLEX = "flex_attention"
 _ATTENTION = {
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
@@ -30,6 +31,18 @@ _ATTENTION = {
 def is_attention(func: Any) -> bool:
     """Whether an operation is attention as one kernel, whose memory is linear in the length."""
     return func.name().partition(".")[0] in _ATTENTION
+
+
+def attention_flops(name: str, args: Sequence[Any]) -> float | None:
+    """Of attention to all tokens: two products of all pairs of them in forward, five in backward (FlashAttention-2, arXiv
+    2307.08691). None where the arguments aren't queries, keys and values."""
+    tensors = [argument for argument in args if isinstance(argument, torch.Tensor) and argument.dim() == 4]
+    if len(tensors) < 3:
+        return None
+    is_backward = "backward" in name
+    # Backward begins with the gradient, but for flex attention's.
+    query, key = tensors[1:3] if is_backward and not name.startswith(FLEX) else tensors[:2]
+    return 2.0 * (5 if is_backward else 2) * query.numel() * key.shape[-2]
 
 
 def named_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -48,7 +61,7 @@ def drop_rate(func: Any, args: Any, kwargs: Any) -> Any:
 def require_attention_to_keep(model: nn.Module, kept_attention: int | None) -> None:
     """Raises an UnsupportedError for flex attention, a compiled function that can't be compiled while it is watched."""
     kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if kind == "flex_attention" and kept_attention:
+    if kind == FLEX and kept_attention:
         raise UnsupportedError(
             f"megatrain_config.placement.kept_attention is {kept_attention}, and the results of flex attention can't be kept; "
             "leave it out, or load the model with attn_implementation='sdpa'"

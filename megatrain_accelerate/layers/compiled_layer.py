@@ -36,7 +36,7 @@ from torch.utils.flop_counter import flop_registry
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers import output_recorder
-from megatrain_accelerate.layers.attention_results import drop_rate, is_attention, named_arguments
+from megatrain_accelerate.layers.attention_results import attention_flops, drop_rate, is_attention, named_arguments
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, tensors_in
 from megatrain_accelerate.layers.output_recorder import Captures
@@ -456,13 +456,15 @@ def _costs(node: torch.fx.Node) -> float:
     args, kwargs = given
     if _is_attention(node):
         named = named_arguments(node.target, args, kwargs)
-        # Samples in one row (T tokens, heads, head size) come with the longest one's length.
-        keys = args[6] if args[0].dim() == 3 else args[1].shape[-2]
-        products = 2.0 if named.get("is_causal", named.get("causal")) else 4.0
-        return _ATTENTION_SLOWNESS * products * args[0].numel() * keys / _FLOPS_PER_BYTE
+        flops = attention_flops(node.name, args)
+        if flops is None:  # samples in one row (T tokens, heads, head size), which come with the longest one's length
+            flops = 4.0 * args[0].numel() * args[6]
+        is_causal = named.get("is_causal", named.get("causal"))
+        return _ATTENTION_SLOWNESS * flops * (0.5 if is_causal else 1.0) / _FLOPS_PER_BYTE
     formula: Callable[..., Any] | None = flop_registry.get(getattr(node.target, "_overloadpacket", None))
     if formula is not None:
-        return float(formula(*args, **kwargs, out_val=_concrete(node.meta["val"]))) / _FLOPS_PER_BYTE
+        with contextlib.suppress(Exception):  # one that torch's formula refuses counts as any other
+            return float(formula(*args, **kwargs, out_val=_concrete(node.meta["val"]))) / _FLOPS_PER_BYTE
     return float(_bytes(node))
 
 

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from megatrain_accelerate.hooks import HOOKS
 from megatrain_accelerate.layers import token_tiles
 from megatrain_accelerate.layers.ambient_state import random_numbers_put_back
+from megatrain_accelerate.layers.attention_results import FLEX, attention_flops
 from megatrain_accelerate.layers.nested_tensors import tensors_in
 from megatrain_accelerate.loss.products import runs_on_gpu
 from megatrain_accelerate.plan.fake_runs import (
@@ -123,7 +124,7 @@ class LiveBytes(TorchDispatchMode):
                 self.costs += OpCosts(traffic_bytes=3 * made[0].nbytes * times)  # of the workspace
 
 
-_SOFTMAX_BACKWARD, _FLEX = "_softmax_backward_data", "flex_attention"
+_SOFTMAX_BACKWARD = "_softmax_backward_data"
 _ATTENTION, _SAMPLES = ("_scaled_dot_product", "_flash_attention"), "_flash_attention"
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -141,18 +142,6 @@ def workspace_bytes(name: str, made: Sequence[torch.Tensor]) -> int:
     query, key, value = made[:3]
     groups = query.shape[1] // max(1, key.shape[1])
     return 2 * query.nbytes + (groups * (key.nbytes + value.nbytes) if groups > 1 else 0)
-
-
-def attention_flops(name: str, args: Sequence[Any]) -> float | None:
-    """Of attention to all tokens: two products of all pairs of them in forward, five in backward (FlashAttention-2, arXiv
-    2307.08691). None where the arguments aren't queries, keys and values."""
-    tensors = [argument for argument in args if isinstance(argument, torch.Tensor) and argument.dim() == 4]
-    if len(tensors) < 3:
-        return None
-    is_backward = "backward" in name
-    # Backward begins with the gradient, but for flex attention's.
-    query, key = tensors[1:3] if is_backward and not name.startswith(_FLEX) else tensors[:2]
-    return 2.0 * (5 if is_backward else 2) * query.numel() * key.shape[-2]
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
@@ -173,7 +162,7 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
             lengths = begins.diff().double()
             pairs = float(lengths.square().sum()) / 2  # causal
         return 2.0 * (5 if "backward" in name else 2) * pairs * query.shape[1] * key.shape[2]
-    if count is None and not name.startswith(_FLEX):
+    if count is None and not name.startswith(FLEX):
         return None
     if count is not None:
         with contextlib.suppress(Exception):  # torch's formula refuses grouped-query attention
