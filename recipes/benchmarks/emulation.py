@@ -21,7 +21,7 @@ def emulate(cores: int, gb_per_second: float) -> None:
     """
     allowed = sorted(os.sched_getaffinity(0))
     if not 1 <= cores <= len(allowed):
-        raise ValueError(f"{cores} cores can't be emulated on a machine with {len(allowed)}")
+        raise ValueError(f"{cores} cores can't be emulated on a machine with {len(allowed)}; ask for 1 to {len(allowed)}")
     os.sched_setaffinity(0, allowed[:cores])
     if not torch.cuda.is_available():
         return
@@ -31,7 +31,8 @@ def emulate(cores: int, gb_per_second: float) -> None:
     own_bytes_per_second = _COPIED_BYTES / _seconds(lambda: device.copy_(host, non_blocking=True))
     cycles_per_second = _CYCLES / _seconds(lambda: torch.cuda._sleep(_CYCLES))
     if own_bytes_per_second < 1e9 * gb_per_second:
-        raise ValueError(f"a link of {gb_per_second:g} GB/s can't be emulated by one of {own_bytes_per_second / 1e9:.1f} GB/s")
+        own = own_bytes_per_second / 1e9
+        raise ValueError(f"a link of {gb_per_second:g} GB/s can't be emulated by one of {own:.1f} GB/s; ask for a slower one")
     cycles_per_byte = cycles_per_second * (1 / (1e9 * gb_per_second) - 1 / own_bytes_per_second)
 
     def slowed(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
