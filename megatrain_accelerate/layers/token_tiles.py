@@ -338,22 +338,38 @@ def tried_out(module: nn.Module, device: torch.device, trial: Callable[[torch.de
     random generators stay as they are, and no mode sees it. Returns what it returns, or why the module can't be tried."""
     if device.type == "cuda" and not torch.cuda.is_available():
         device = torch.device("cpu")
-    tables: list[dict[str, Any]] = [table for child in module.modules() for table in (child._parameters, child._buffers)]
+    matrices: dict[torch.dtype, torch.Tensor] = {}
 
     def constant(tensor: torch.Tensor) -> torch.Tensor:
         number = _WEIGHT if tensor.is_floating_point() else 1
-        # One number stands for a matrix; but kernels that compute all experts at once want one expert's matrix in memory.
+        # One number stands for all; but kernels that compute all experts at once want one expert's matrix in memory.
         shape = (1, *tensor.shape[1:]) if tensor.dim() > 2 else ()
         return torch.full(shape, number, dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+    def in_memory(weight: torch.Tensor) -> torch.Tensor:
+        # A product copies a matrix that repeats one number, or computes with it a hundred times slower (bf16 on CPUs without
+        # AVX-512). So matrices lie in memory, all of a dtype in that of the largest.
+        if weight.dim() != 2:
+            return constant(weight)
+        if weight.dtype not in matrices:
+            matrices[weight.dtype] = constant(weight).contiguous().flatten()
+        return matrices[weight.dtype][: weight.numel()].view(weight.shape)
 
     # A part that draws random numbers draws them here too. They are put back: a recompute must draw what the forward drew.
     with random_numbers_put_back(device), _disable_current_modes(), torch.no_grad():
         try:
-            held = [(table, name, at) for table in tables for name, at in table.items() if at is not None]
-            with put_in([(table, name, constant(tensor)) for table, name, tensor in held]):
+            weights = _held([child._parameters for child in module.modules()])
+            weights.sort(key=lambda row: row[2].numel(), reverse=True)
+            buffers = _held([child._buffers for child in module.modules()])
+            held = [(table, name, in_memory(weight)) for table, name, weight in weights]
+            with put_in([*held, *((table, name, constant(buffer)) for table, name, buffer in buffers)]):
                 return trial(device)
         except Exception as error:  # it can't be run so, whatever its reason
             return f"it can't be tried out ({type(error).__name__}: {str(error)[:80]})"
+
+
+def _held(tables: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    return [(table, name, at) for table in tables for name, at in table.items() if at is not None]
 
 
 def _examine(call: PartCall, dim: int, device: torch.device) -> str | None:
