@@ -35,9 +35,9 @@ from megatrain_accelerate.parallel.lifeline import ranks_of_run
 from megatrain_accelerate.plan.adoption import Adoption, compute_dtypes
 from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.evaluation_weights import is_next_token
+from megatrain_accelerate.plan.fake_step import what_sees_a_batch
 from megatrain_accelerate.plan.layer_discovery import Discovery, discover_layers, split_experts
 from megatrain_accelerate.plan.placement import require_layers
-from megatrain_accelerate.plan.step_outline import what_sees_a_batch
 from megatrain_accelerate.progress import progress_bar
 from megatrain_accelerate.store.host_limits import anonymous_bytes, promising, require_host_bytes, settings_that_take_less
 from megatrain_accelerate.store.layout import FlatLayout
@@ -308,7 +308,7 @@ class Engine:
                 owner, _, key = name.rpartition(".")
                 self._places.setdefault(owner, []).append((registry, key, adopted, f"{kind} {name}"))
         for module in caching_modules(model, [layer.module for layer in self.runtime.layers]):
-            hook = ModelHook(decide_against_a_cache, with_arguments=True, runs_dry=True)
+            hook = ModelHook(decide_against_a_cache, with_arguments=True, runs_without_data=True)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         # With arguments, since a hook without any is called when the model is copied.
         after_forward = ModelHook(self._after_forward, with_arguments=True)

@@ -83,12 +83,12 @@ def run_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 class ModelHook:
     """Calls a function of the engine, if it has one; ``with_arguments``, those of the hook, whose result the function's is.
-    Copies and pickles do nothing. It ``runs_dry`` if it is part of what the model computes, in runs without data too."""
+    Copies and pickles do nothing. ``runs_without_data``: it is part of what the model computes, and runs in fake runs too."""
 
     def __init__(
-        self, function: Callable[..., Any] | None = None, with_arguments: bool = False, runs_dry: bool = False
+        self, function: Callable[..., Any] | None = None, with_arguments: bool = False, runs_without_data: bool = False
     ) -> None:
-        self.function, self._with_arguments, self.runs_dry = function, with_arguments, runs_dry
+        self.function, self._with_arguments, self.runs_without_data = function, with_arguments, runs_without_data
 
     # A break in the graph of a model that somebody compiles as a whole, as transformers does where ``generate`` has a static
     # cache: slots, copies and versions aren't for a compiler to follow.

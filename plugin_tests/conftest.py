@@ -87,19 +87,19 @@ def no_engine_outlives_its_test() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def outlines_of_the_file() -> dict[Any, Any]:
-    """Those that :func:`outlined_once` made."""
+def profiles_of_the_file() -> dict[Any, Any]:
+    """Those that :func:`profiled_once` made."""
     return {}
 
 
 @pytest.fixture
-def outlined_once(monkeypatch: pytest.MonkeyPatch, outlines_of_the_file: dict[Any, Any]) -> None:
-    """Equal steps are outlined once in a test file."""
-    from outline_cache import remembering
+def profiled_once(monkeypatch: pytest.MonkeyPatch, profiles_of_the_file: dict[Any, Any]) -> None:
+    """Equal steps are profiled once in a test file."""
+    from profile_cache import remembering
 
     from megatrain_accelerate.plan import device_plan
 
-    monkeypatch.setattr(device_plan, "outline_step", remembering(device_plan.outline_step, outlines_of_the_file))
+    monkeypatch.setattr(device_plan, "profile_step", remembering(device_plan.profile_step, profiles_of_the_file))
 
 
 @pytest.fixture
@@ -108,10 +108,10 @@ def without_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatrain_accelerate.errors import UnsupportedError
     from megatrain_accelerate.plan import device_plan
 
-    def not_outlined(*arguments: Any) -> None:
+    def not_profiled(*arguments: Any) -> None:
         raise UnsupportedError("not in these tests")
 
-    monkeypatch.setattr(device_plan, "outline_step", not_outlined)
+    monkeypatch.setattr(device_plan, "profile_step", not_profiled)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from megatrain_accelerate.config import PlacementSettings
 from megatrain_accelerate.gradients.offload import GRADIENT_SLOTS
 from megatrain_accelerate.plan.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.plan.layer_discovery import discover_layers
-from megatrain_accelerate.plan.step_memory import dry_model
+from megatrain_accelerate.plan.step_memory import fake_model
 from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES
 from megatrain_accelerate.store.layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.store.unit import planned_host_bytes
@@ -106,7 +106,7 @@ def layer_peak_bytes(config: PretrainedConfig, sequences: int, tokens: int, trai
     ((_, layer),) = _outermost_layers(trunk)
     layer.requires_grad_(trains)
     hidden = torch.empty((sequences, tokens, config.hidden_size), dtype=torch.bfloat16, device="meta")
-    with dry_model(trunk, {"inputs_embeds": hidden}, torch.device("cpu")) as (inputs, mode), mode:
+    with fake_model(trunk, {"inputs_embeds": hidden}, torch.device("cpu")) as (inputs, mode), mode:
         embedded = torch.empty(hidden.shape, dtype=hidden.dtype, requires_grad=trains)
         with torch.set_grad_enabled(trains):
             output = trunk(inputs_embeds=embedded)[0]

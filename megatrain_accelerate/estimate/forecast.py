@@ -1,4 +1,4 @@
-"""The forecast of a training step: the plan's own search on outlines that are run without data."""
+"""The forecast of a training step: the plan's own search on step profiles that are run without data."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from megatrain_accelerate.integrations.accelerate_backend import require_steps_a
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.token_tiles import AUTO_TILE_TOKENS
 from megatrain_accelerate.loss.products import standing_for_a_gpu
+from megatrain_accelerate.plan.fake_step import profile_step, what_sees_a_batch
 from megatrain_accelerate.plan.layer_discovery import active_parameters
 from megatrain_accelerate.plan.other_batches import outside_seconds_of
 from megatrain_accelerate.plan.placement import require_layers, sent_bytes
 from megatrain_accelerate.plan.placement_search import Candidate
 from megatrain_accelerate.plan.step_memory import OpCosts
-from megatrain_accelerate.plan.step_outline import outline_step, what_sees_a_batch
-from megatrain_accelerate.plan.step_profile import LayerProfile, SavedInForward, StepOutline
+from megatrain_accelerate.plan.step_profile import LayerProfile, SavedInForward, StepProfile
 from megatrain_accelerate.plan.step_ways import WayChoice, layers_run, may_cut
 from megatrain_accelerate.store.host_limits import leaner_settings
 
@@ -92,7 +92,7 @@ class Forecaster:
         """Host memory that the training asks for when it starts."""
         self.host_bytes = self.host_store_bytes if machine.host_bytes is None else machine.host_bytes
         self._attention = WithoutAttentionDropout()
-        self._outlines: dict[Hashable, StepOutline] = {}
+        self._profiles: dict[Hashable, StepProfile] = {}
 
     def settings_that_fit(self) -> tuple[dict[str, Any], int] | None:
         """The settings that change numbers the least of those with which the states fit the host memory, and what they take;
@@ -133,15 +133,15 @@ class Forecaster:
         least = []
         for way in itertools.product(pieces, tiles if setting == "auto" else [int(setting)]):
             with layers_run(runtime, *way):
-                outline = self._outline(batch, length)
-                least.append(self.plan.fixed_bytes(outline) + self.plan.search_for(outline).leanest().peak_bytes)
+                step_profile = self._step_profile(batch, length)
+                least.append(self.plan.fixed_bytes(step_profile) + self.plan.search_for(step_profile).leanest().peak_bytes)
         return min(least)
 
     def forecast(self, batch: int, length: int) -> Forecast:
         """The fastest step on ``batch`` sequences of ``length`` tokens; the leanest where nothing fits. Several micro-batches
         run as one batch where the Trainer's would (``integrations/joined_batches.py``). A ConfigError if the
         model looks at data, or doesn't take the length."""
-        outline, apart = self.fastest(batch, length)
+        step_profile, apart = self.fastest(batch, length)
         # A batch that can't be cut stays in its micro-batches.
         if self._may_join:
             with contextlib.suppress(UnsupportedError), self.plan.joining(batch):
@@ -149,13 +149,13 @@ class Forecaster:
                 pays = together is not None and together.is_worth_it(apart)
                 if pays or self.config.join_micro_batches is True:
                     return self._forecast_of(batch, length, whole, together, joined=True)
-        return self._forecast_of(batch, length, outline, apart)
+        return self._forecast_of(batch, length, step_profile, apart)
 
     def _forecast_of(
-        self, batch: int, length: int, outline: StepOutline, found: Candidate | None, joined: bool = False
+        self, batch: int, length: int, step_profile: StepProfile, found: Candidate | None, joined: bool = False
     ) -> Forecast:
-        chosen = found or self.plan.search_for(outline).leanest()
-        sent = sum(sent_bytes(outline, chosen.placement))
+        chosen = found or self.plan.search_for(step_profile).leanest()
+        sent = sum(sent_bytes(step_profile, chosen.placement))
         # All units are adopted on the host; then some move, and activations take their place.
         moved = self.plan.model_sizes().moved_bytes(chosen.placement)
         return Forecast(
@@ -164,35 +164,35 @@ class Forecaster:
             length=length,
             micro_batches=self.micro_batches,
             candidate=chosen,
-            gpu_bytes=self.plan.fixed_bytes(outline) + chosen.peak_bytes,
+            gpu_bytes=self.plan.fixed_bytes(step_profile) + chosen.peak_bytes,
             host_bytes=self.host_store_bytes + self.machine.gpus * max(0, sent - moved),
             offloaded_bytes=sent,
             fits=found is not None and self.host_store_bytes <= self.host_bytes,
             joined=joined,
-            samples=outline.samples,
+            samples=step_profile.samples,
         )
 
-    def fastest(self, batch: int, length: int) -> tuple[StepOutline, Candidate | None]:
-        """The outline of a step, by the way that suits it, with reckoned times, and the best placement; None if none fits."""
-        outline = functools.partial(self._outline, batch, length)
-        return WayChoice(self.engine.runtime, self.config, batch, outline, self.plan.search_for).best()
+    def fastest(self, batch: int, length: int) -> tuple[StepProfile, Candidate | None]:
+        """The profile of a step, by the way that suits it, with estimated times, and the best placement; None if none fits."""
+        step_profile = functools.partial(self._step_profile, batch, length)
+        return WayChoice(self.engine.runtime, self.config, batch, step_profile, self.plan.search_for).best()
 
-    def _outline(self, batch: int, length: int) -> StepOutline:
-        """The outline of the step by the way that the runtime has now, with reckoned times, run once for each way."""
+    def _step_profile(self, batch: int, length: int) -> StepProfile:
+        """The profile of the step by the way that the runtime has now, with estimated times, run once for each way."""
         cut = self.engine.runtime.batch_cut
         key = (batch, length, self.engine.runtime.token_tile, cut.asked, cut.chosen)
-        if key not in self._outlines:
-            outline = self._run(batch, length)
-            outside_seconds = outside_seconds_of(outline, self.machine.machine) / OUTSIDE
-            self._outlines[key] = dataclasses.replace(outline, outside_seconds=outside_seconds)
-        return self._outlines[key]
+        if key not in self._profiles:
+            step_profile = self._run(batch, length)
+            outside_seconds = outside_seconds_of(step_profile, self.machine.machine) / OUTSIDE
+            self._profiles[key] = dataclasses.replace(step_profile, outside_seconds=outside_seconds)
+        return self._profiles[key]
 
-    def _run(self, batch: int, length: int, **more: torch.Tensor) -> StepOutline:
+    def _run(self, batch: int, length: int, **more: torch.Tensor) -> StepProfile:
         ids = torch.zeros((batch, length), dtype=torch.long)
         inputs = {"input_ids": ids, "labels": ids, **more}
         try:
             with standing_for_a_gpu(), self._attention:
-                return outline_step(self.model, self.engine.runtime, inputs, torch.device("cpu"), self._with_times)
+                return profile_step(self.model, self.engine.runtime, inputs, torch.device("cpu"), self._with_times)
         except MegatrainError:
             raise
         except Exception as error:  # the model's own code, on tensors without data

@@ -250,10 +250,10 @@ def _described(options: Namespace, config: MegatrainConfig) -> MachineDescriptio
     )
     notes = []
     if None in (options.dense_flops, options.device_bytes, options.link_bytes):
-        notes.append("speeds that no option names are reckoned from public figures, by what one H200 reaches of its own")
+        notes.append("speeds that no option names are estimated from public figures, by what one H200 reaches of its own")
     if options.host_step_parameters is None:
         at_work = "" if config.host_threads is None else f", host_threads {config.host_threads}"
-        notes.append(f"host step reckoned from {cores} cores{at_work} and {dram_bytes / GB:.0f} GB/s of DRAM")
+        notes.append(f"host step estimated from {cores} cores{at_work} and {dram_bytes / GB:.0f} GB/s of DRAM")
     return MachineDescription(
         gpu=gpu.name,
         machine=_changed(machine, options),

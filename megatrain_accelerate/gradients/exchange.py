@@ -23,8 +23,8 @@ from megatrain_accelerate.units import MIB
 
 _BUCKET_BYTES = 64 * MIB
 """At most so much of gradients that stay on the device is exchanged at a time."""
-_PIECE_MULTIPLE = 512
-"""A run that is too large for the buffer to receive in is exchanged in pieces of a multiple of so many bytes."""
+_CHUNK_MULTIPLE = 512
+"""A run that is too large for the buffer to receive in is exchanged in chunks of a multiple of so many bytes."""
 
 
 class Exchange:
@@ -76,13 +76,13 @@ class Exchange:
         with torch.no_grad():
             for state in states:
                 if state.row not in own:
-                    sums.lay_aside(state)
+                    sums.stash(state)
                     state.handle.set_gradient(torch.zeros_like(state.parameter))
             gradients = [state.parameter.grad for state in states]
             self.make_means([gradient for gradient in gradients if gradient is not None], "parameters outside the layers")
             self.wait_for_means()
             for state in states:
-                sums.take_up(state)
+                sums.unstash(state)
         for state in trained if drops else ():
             if state.row not in found:
                 state.handle.set_gradient(None)
@@ -127,7 +127,7 @@ class Exchange:
         for whole in runs:
             # A run of some experts may be one rank's altogether, which gets as many bytes from each of the others.
             fits = max(whole.of(share).size_bytes for share in shares) <= most_bytes
-            for run in (whole,) if fits else whole.split(most_bytes // _PIECE_MULTIPLE * _PIECE_MULTIPLE):
+            for run in (whole,) if fits else whole.split(most_bytes // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE):
                 sizes = [run.of(share).size_bytes for share in shares]
                 own, size = run.of(shares[ranks.rank]), sizes[ranks.rank]
                 received = self._received[: ranks.size * size]
@@ -144,7 +144,7 @@ class Exchange:
         self._made_event.record(streams.compute_stream)
         with streams.on(streams.d2h_stream), named_range(f"megatrain::exchange_gradients ({name})"):
             streams.d2h_stream.wait_event(self._made_event)
-            flat = [piece for at in gradients for piece in at.view(-1).split(_BUCKET_BYTES // at.itemsize)]
+            flat = [chunk for at in gradients for chunk in at.view(-1).split(_BUCKET_BYTES // at.itemsize)]
             for bucket in torch._utils._take_tensors(flat, _BUCKET_BYTES):  # of one dtype each
                 self._make_means(bucket)
             self._means_event.record(streams.d2h_stream)
@@ -153,15 +153,15 @@ class Exchange:
         """What is issued to the compute stream from now on sees all means."""
         self._streams.compute_stream.wait_event(self._means_event)
 
-    def _make_means(self, pieces: Sequence[torch.Tensor]) -> None:
-        ranks, dtype = self._ranks, pieces[0].dtype
-        count = sum(piece.numel() for piece in pieces)
+    def _make_means(self, chunks: Sequence[torch.Tensor]) -> None:
+        ranks, dtype = self._ranks, chunks[0].dtype
+        count = sum(chunk.numel() for chunk in chunks)
         of_rank = -(-count // ranks.size)
         size_bytes = ranks.size * of_rank * dtype.itemsize
         sent, received = (buffer[:size_bytes].view(dtype) for buffer in (self._sent, self._received))
-        torch.cat(list(pieces), out=sent[:count])
+        torch.cat(list(chunks), out=sent[:count])
         dist.all_to_all_single(received, sent)
         mean = torch.empty(of_rank, dtype=dtype, device=received.device)
         mean_of_rows(received.view(ranks.size, of_rank), mean)
         all_gather(sent, mean)
-        torch._foreach_copy_(list(pieces), list(sent[:count].split([piece.numel() for piece in pieces])))
+        torch._foreach_copy_(list(chunks), list(sent[:count].split([chunk.numel() for chunk in chunks])))

@@ -59,7 +59,7 @@ class Fp32Sums:
         """How many train the model together."""
         self.holds_fresh = ranks > 1
         """Whether what a backward accumulates stays in ``parameter.grad``, apart from what was there, until all ranks have
-        made the mean of it and :meth:`take_up` is called."""
+        made the mean of it and :meth:`unstash` is called."""
         self.fresh: dict[int, ParameterState] = {}
         """Those that autograd was about to accumulate in this backward, by ``id``, where it :attr:`holds_fresh`."""
         self._set_aside: dict[int, torch.Tensor] = {}
@@ -165,23 +165,23 @@ class Fp32Sums:
         self.prepare()
         return self.running(state) is not None
 
-    def make_way(self, state: ParameterState, arrived: tuple[torch.Tensor | None, ...]) -> None:
+    def stash_for(self, state: ParameterState, arrived: tuple[torch.Tensor | None, ...]) -> None:
         """The same of a resident parameter, and with several ranks of all: the gradient that is there makes way for the fresh
-        one, until :meth:`take_up` is called."""
+        one, until :meth:`unstash` is called."""
         fresh = arrived[0]
         if fresh is not None and (self.holds_fresh or self._sums(state, fresh)):
             self._set_aside.pop(id(state), None)  # of a backward that failed
-            self.lay_aside(state)
+            self.stash(state)
             if self.holds_fresh:
                 self.fresh[id(state)] = state
 
-    def lay_aside(self, state: ParameterState) -> None:
-        """Takes a gradient that is there out of the way of a fresh one, until :meth:`take_up`."""
+    def stash(self, state: ParameterState) -> None:
+        """Takes a gradient that is there out of the way of a fresh one, until :meth:`unstash`."""
         if state.parameter.grad is not None:
             self._set_aside[id(state)] = state.parameter.grad
             state.handle.set_gradient(None, keeps_sum=True)
 
-    def take_up(self, state: ParameterState) -> None:
+    def unstash(self, state: ParameterState) -> None:
         """autograd accumulated into ``parameter.grad``: adds it to what was set aside, which takes its place again."""
         earlier, fresh = self._set_aside.pop(id(state), None), state.parameter.grad
         state.normed = None

@@ -18,7 +18,7 @@ from megatrain_accelerate.gradients.fp32_sums import Fp32Sums, gradient_norms
 from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.shared_store import SharedStore
-from megatrain_accelerate.store.step_worker import StepWorker, Ticket
+from megatrain_accelerate.store.step_worker import Future, StepWorker
 from megatrain_accelerate.store.unit import PASSING_BUFFERS, HostUnit
 from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.transfer.parts import Fetched, Stepped, Streamed
@@ -81,7 +81,7 @@ class GradientOffloader:
         self._staging: HostBuffers | None = None
         self.last_copied_event = self.streams.event()
         """Complete when all gradients that were sent so far have arrived."""
-        self.additions: dict[int, Ticket] = {}
+        self.additions: dict[int, Future] = {}
         """The worker's last addition to each unit's gradients, by ``id``."""
         self._in_flight: list[torch.Tensor] = []
         self.gradients_complete: Callable[[], bool] = lambda: True
@@ -226,8 +226,8 @@ class GradientOffloader:
         """Blocks until every gradient is on the host and added up; raises if adding failed."""
         self.last_copied_event.synchronize()
         self._in_flight = []
-        for ticket in self.additions.values():
-            ticket.wait()
+        for future in self.additions.values():
+            future.wait()
         self.additions.clear()
 
     def close(self) -> None:
@@ -335,15 +335,15 @@ class UnitGradients:
                 if any(state.parameter.grad is not None for state in unit.states):
                     raise not_stepped(self._layer)
                 unit.gradients = offloader.passing.take(self._layer.gate)
-            if (ticket := offloader.additions.pop(id(unit), None)) is not None:
-                ticket.wait()  # WAW: an addition to dropped ones may still be queued
+            if (future := offloader.additions.pop(id(unit), None)) is not None:
+                future.wait()  # WAW: an addition to dropped ones may still be queued
             assert unit.gradients is not None
             self._target = unit.gradients
         own = part.unit.own_gradients
-        pieces = [(self._target[run.in_unit], slot.bytes_of(run.in_slot.start, run.in_slot.stop)) for run in own]
+        copies = [(self._target[run.in_unit], slot.bytes_of(run.in_slot.start, run.in_slot.stop)) for run in own]
         trainable = self._layer.trainable
         of_norms = [] if self._left else offloader.norms.copies(trainable, slot.norms[: len(trainable)])
-        slot.grads_copied_event = offloader.send(part.name, slot.grads_ready_event, pieces, of_norms)
+        slot.grads_copied_event = offloader.send(part.name, slot.grads_ready_event, copies, of_norms)
         return slot.grads_copied_event.synchronize
 
     def _add_on_host(self, part: Fetched, slot: GradientSlot | None) -> Callable[[], None]:
@@ -376,7 +376,7 @@ class UnitGradients:
                     total, offloader.norms.norms[addition.state.row] = addition.total_and_norm(offloader.sums, unit)
                     addition.state.note_norm(total)
 
-        ticket = offloader.worker.submit(f"accumulate ({part.name})", add)
-        reader.close_until(ticket)
-        offloader.additions[id(unit)] = ticket
-        return ticket.wait
+        future = offloader.worker.submit(f"accumulate ({part.name})", add)
+        reader.close_until(future)
+        offloader.additions[id(unit)] = future
+        return future.wait

@@ -23,7 +23,7 @@ from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.unit import HostUnit
 
 
-class _Aside(dict[int, tuple[ParameterState, torch.Tensor]]):
+class _Stash(dict[int, tuple[ParameterState, torch.Tensor]]):
     """The gradients of one backward, by the ``id`` of the parameter. Held by what autograd calls when that is over, and drops
     where it has failed."""
 
@@ -34,7 +34,7 @@ class OutsideGradients:
     def __init__(self, units: Iterable[HostUnit], offloader: GradientOffloader) -> None:
         self._offloader = offloader
         self._lock = threading.Lock()
-        self._aside: weakref.WeakValueDictionary[int, _Aside] = weakref.WeakValueDictionary()
+        self._stashes: weakref.WeakValueDictionary[int, _Stash] = weakref.WeakValueDictionary()
         """By the number of the backward."""
         self._watched: dict[int, list[Any]] = {}
         self.reached: set[int] = set()
@@ -56,7 +56,7 @@ class OutsideGradients:
             # On the device autograd's thread is the one that runs the layers.
             sums = self._offloader.sums
             if unit.sums_device is not None or (unit.is_on_device and sums.holds_fresh):
-                hook = weakly(sums.make_way, state)
+                hook = weakly(sums.stash_for, state)
             elif unit.is_on_device:
                 hook = weakly(sums.before_accumulation, state)
             else:
@@ -88,15 +88,15 @@ class OutsideGradients:
             )
         backward = torch._C._current_graph_task_id()
         with self._lock:
-            if (gradients := self._aside.get(backward)) is None:
-                gradients = self._aside[backward] = _Aside()
+            if (gradients := self._stashes.get(backward)) is None:
+                gradients = self._stashes[backward] = _Stash()
                 Variable._execution_engine.queue_callback(functools.partial(self._settle, gradients))
             found = gradients.get(id(state.parameter))
             gradients[id(state.parameter)] = state, gradient if found is None else found[1] + gradient
             self.reached.add(id(unit))
         return (None,)
 
-    def _settle(self, gradients: _Aside) -> None:
+    def _settle(self, gradients: _Stash) -> None:
         self._offloader.wait()
         for state, gradient in gradients.values():
             self._offloader.sums.add(state, gradient)

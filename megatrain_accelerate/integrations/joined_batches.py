@@ -19,7 +19,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.integrations.trainer import choices_of, has_users_callback
-from megatrain_accelerate.plan.step_outline import what_sees_a_batch
+from megatrain_accelerate.plan.fake_step import what_sees_a_batch
 
 logger = logging.getLogger(__name__)
 
@@ -161,13 +161,13 @@ class Joiner:
         together = None
         try:
             with plan.joining(samples):
-                outline = plan.foresee(model, inputs)
-                is_sum, smoother = outline.sums_loss, trainer.label_smoother
+                step_profile = plan.foresee(model, inputs)
+                is_sum, smoother = step_profile.sums_loss, trainer.label_smoother
                 if smoother is not None:
                     is_known = type(smoother) is LabelSmoother
                     is_sum = is_known and "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
                 if is_sum and not self._is_asked_for:
-                    together = plan.search_for(outline).best()
+                    together = plan.search_for(step_profile).best()
         except UnsupportedError as error:
             raise CannotJoinError(f"a joined batch can't be cut into its micro-batches ({error})") from error
         except Exception as error:  # a model that looks at its data can't be run without any

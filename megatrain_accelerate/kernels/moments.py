@@ -15,7 +15,7 @@ BLOCK_ELEMENTS = 128
 
 _FIRST_OFFSET, _SECOND_OFFSET = 0x3F8 - 127, 0x3F8 - 255
 _LEAST_FIRST_SCALE, _LEAST_SECOND_SCALE = 2.0**-46, 2.0**-92
-_PIECE_ELEMENTS = 32_768 * BLOCK_ELEMENTS
+_CHUNK_ELEMENTS = 32_768 * BLOCK_ELEMENTS
 """Decoded and coded at a time, so that the temporaries of a large parameter stay small."""
 
 
@@ -57,31 +57,31 @@ class Int8Moments(NamedTuple):
         scales = self.exp_avg_scale[blocks], self.exp_avg_sq_scale[blocks]
         return Int8Moments(self.exp_avg[elements], self.exp_avg_sq[elements], *scales)
 
-    def _pieces(self) -> Iterator[tuple[slice, Int8Moments]]:
+    def _chunks(self) -> Iterator[tuple[slice, Int8Moments]]:
         flat = Int8Moments(self.exp_avg.view(-1), self.exp_avg_sq.view(-1), self.exp_avg_scale, self.exp_avg_sq_scale)
-        for first in range(0, len(flat.exp_avg), _PIECE_ELEMENTS):
-            yield slice(first, first + _PIECE_ELEMENTS), flat.run(first, _PIECE_ELEMENTS)  # the last one may be short
+        for first in range(0, len(flat.exp_avg), _CHUNK_ELEMENTS):
+            yield slice(first, first + _CHUNK_ELEMENTS), flat.run(first, _CHUNK_ELEMENTS)  # the last one may be short
 
     def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
         """New fp32 tensors of the codes' shape: the moments that the next step begins with, to the bit."""
         exp_avg, exp_avg_sq = torch.empty(self.exp_avg.shape), torch.empty(self.exp_avg.shape)
-        for place, piece in self._pieces():
-            firsts, seconds = piece.exp_avg.int(), piece.exp_avg_sq.int()
-            magnitudes = _shares(firsts.abs(), _FIRST_OFFSET) * _spread(piece.exp_avg_scale, firsts)
+        for place, chunk in self._chunks():
+            firsts, seconds = chunk.exp_avg.int(), chunk.exp_avg_sq.int()
+            magnitudes = _shares(firsts.abs(), _FIRST_OFFSET) * _spread(chunk.exp_avg_scale, firsts)
             exp_avg.view(-1)[place] = magnitudes.copysign(firsts)
-            exp_avg_sq.view(-1)[place] = _shares(seconds, _SECOND_OFFSET) * _spread(piece.exp_avg_sq_scale, seconds)
+            exp_avg_sq.view(-1)[place] = _shares(seconds, _SECOND_OFFSET) * _spread(chunk.exp_avg_sq_scale, seconds)
         return exp_avg, exp_avg_sq
 
     def encode(self, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
         """Takes over moments of the same shape and any floating dtype, each rounded to the nearest code."""
         firsts, seconds = exp_avg.reshape(-1), exp_avg_sq.reshape(-1)
-        for place, piece in self._pieces():
+        for place, chunk in self._chunks():
             values = firsts[place].to("cpu", torch.float32)
-            codes = _codes(values.abs(), piece.exp_avg_scale, _LEAST_FIRST_SCALE, _FIRST_OFFSET)
-            piece.exp_avg.copy_(torch.where(values < 0, -codes, codes))
+            codes = _codes(values.abs(), chunk.exp_avg_scale, _LEAST_FIRST_SCALE, _FIRST_OFFSET)
+            chunk.exp_avg.copy_(torch.where(values < 0, -codes, codes))
             values = seconds[place].to("cpu", torch.float32)
-            codes = _codes(values, piece.exp_avg_sq_scale, _LEAST_SECOND_SCALE, _SECOND_OFFSET)
-            piece.exp_avg_sq.copy_(torch.where(values > 0, codes.clamp(min=1), codes))
+            codes = _codes(values, chunk.exp_avg_sq_scale, _LEAST_SECOND_SCALE, _SECOND_OFFSET)
+            chunk.exp_avg_sq.copy_(torch.where(values > 0, codes.clamp(min=1), codes))
 
 
 Moments = FloatMoments | Int8Moments

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.layers.nested_tensors import tensors_in
-from megatrain_accelerate.transfer.activation_offload import ParcelPlace, Recording
+from megatrain_accelerate.transfer.activation_offload import OffloadedTensor, Recording
 
 FLEX = "flex_attention"
 _ATTENTION = {
@@ -104,7 +104,7 @@ class AttentionResults:
             # With ``sdpa_kernel`` around the forward alone another kernel is chosen now, with results of its own.
             if found is None or found[0] is not func:
                 return func(*args, **kwargs)
-            return _cut(tree_map_only(ParcelPlace, ParcelPlace.tensor, found[1]))
+            return _cut(tree_map_only(OffloadedTensor, OffloadedTensor.tensor, found[1]))
 
         return AtAttention(replay)
 

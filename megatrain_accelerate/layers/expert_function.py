@@ -26,8 +26,8 @@ from torch.autograd.function import once_differentiable
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.offload import GradientOffloader
 from megatrain_accelerate.hooks import replaced
-from megatrain_accelerate.layers.ambient_state import Again, autocast_again, put_in
 from megatrain_accelerate.layers.compiled_layer import without_autocast_cache, without_saving
+from megatrain_accelerate.layers.execution_state import Restored, autocast_restored, put_in
 from megatrain_accelerate.layers.layer import ExpertPart, StreamedExperts, StreamedLayer
 from megatrain_accelerate.layers.nested_tensors import tensors_in
 from megatrain_accelerate.layers.token_tiles import tiles
@@ -49,7 +49,7 @@ class ExpertStreams:
     offloader: GradientOffloader
     anchor: torch.Tensor
     """A number that requires grad, for calls none of whose inputs does, as above a frozen embedding."""
-    runs_dry: Callable[[], bool]
+    runs_without_data: Callable[[], bool]
     """Whether layers run on trial, for a plan or a probe."""
 
     @contextlib.contextmanager
@@ -194,13 +194,13 @@ class _Call:
     """One call of the experts, computed in forward and maybe again in backward. Raises as :func:`shown_instead` does.
     ``is_last``: of the calls of these experts in a forward of the model, its backward comes last."""
 
-    autocast: Again
+    autocast: Restored
     """Forward's settings, for backward."""
 
     def __init__(self, streams: ExpertStreams, experts: StreamedExperts, keeps: bool = False, is_last: bool = True) -> None:
         self.experts, self._streams, self._keeps, self._is_last = experts, streams, keeps, is_last
         self._shown = shown_instead(experts)
-        self._streams_parts = self._shown is None and not streams.runs_dry()
+        self._streams_parts = self._shown is None and not streams.runs_without_data()
         """Whether the call is one of a step or an evaluation, and not a trial."""
         self.kept: tuple[torch.Tensor, Routing] | None = None
         """The output and the order of the pairs, which was sorted once: it waits for the device."""
@@ -323,7 +323,7 @@ class _ExpertsFunction(torch.autograd.Function):
         # Autograd holds the pairs' order: what isn't kept of a layer is to go.
         ctx.save_for_backward(hidden_TD, weights_TK, routing.order_S, routing.experts_S)
         ctx.call, ctx.bounds = call, routing.bounds
-        call.autocast = autocast_again(hidden_TD.device.type)
+        call.autocast = autocast_restored(hidden_TD.device.type)
         return call.forward((hidden_TD, weights_TK), routing, ctx.needs_input_grad[3:])
 
     @staticmethod

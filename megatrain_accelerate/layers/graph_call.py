@@ -24,9 +24,9 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.gradients.call_gradients import Backward, GradientSums
 from megatrain_accelerate.gradients.offload import GradientOffloader
 from megatrain_accelerate.layers import output_recorder
-from megatrain_accelerate.layers.ambient_state import BufferValues, put_in, surroundings_again
 from megatrain_accelerate.layers.attention_results import AttentionResults
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers, without_autocast_cache
+from megatrain_accelerate.layers.execution_state import BufferValues, forward_state_restored, put_in
 from megatrain_accelerate.layers.expert_function import ExpertResults
 from megatrain_accelerate.layers.layer import StreamedLayer, bound
 from megatrain_accelerate.layers.micro_batches import BatchCut, BatchSplit
@@ -173,7 +173,7 @@ class GraphCall:
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: Args, kwargs: Kwargs) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
-        as_in_forward = surroundings_again(calls.device, layer.module)
+        as_in_forward = forward_state_restored(calls.device, layer.module)
         # A checkpoint is given the tensors one by one.
         tensors, arguments = taken_apart((args, kwargs))
         before: BufferValues = []

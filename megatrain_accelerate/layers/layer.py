@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.layers.ambient_state import WrittenBuffers
+from megatrain_accelerate.layers.execution_state import WrittenBuffers
 from megatrain_accelerate.layers.nested_tensors import Args, Kwargs
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.shared_mappings import has_mappings, run_with_mappings

@@ -129,7 +129,7 @@ class StreamingRuntime:
         self.outside = OutsideGradients(self.units, self.offloader)
         self.steps_taken = 0
         """Optimizer steps so far, without those that were skipped."""
-        self.dry_run: LayerRunner | None = None
+        self.fake_run: LayerRunner | None = None
         """What runs the layers on trial, for a plan or a probe."""
         self._all_held: dict[int, WeightSlot] = {}
         """In a forward of the model in which all layers run as plain modules do, their slots by index; else nothing."""
@@ -141,7 +141,7 @@ class StreamingRuntime:
             CallOrder(len(parts), leader=self.passes.order),
             self.offloader,
             torch.zeros((), device=streams.device, requires_grad=True),
-            lambda: self.dry_run is not None,
+            lambda: self.fake_run is not None,
         )
         self.states_on_device = StatesOnDevice(streams, self.worker, kernels, shared)
         if streams.is_cuda:  # else each of its launches would go by the first GPU, with a context there
@@ -197,13 +197,13 @@ class StreamingRuntime:
     @contextlib.contextmanager
     def layers_run_by(self, runner: LayerRunner) -> Iterator[None]:
         """Proxies call ``runner(layer, args, kwargs)`` instead of streaming while the body runs."""
-        with replaced(self, "dry_run", runner), self.outside_tiles.at_work_anywhere():
+        with replaced(self, "fake_run", runner), self.outside_tiles.at_work_anywhere():
             yield
 
     def run_layer(self, layer: StreamedLayer, _: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """The forward of a layer's proxy, its module."""
-        if self.dry_run is not None:
-            return with_copies(functools.partial(self.dry_run, layer), *without_caches(args, kwargs))
+        if self.fake_run is not None:
+            return with_copies(functools.partial(self.fake_run, layer), *without_caches(args, kwargs))
         has_graph = torch.is_grad_enabled()
         if not has_graph and layer.index in self._all_held:
             with bound(layer, self._all_held[layer.index].views(layer.unit.layout)):
@@ -305,7 +305,7 @@ class StreamingRuntime:
         if self.offloader.exchange is not None:
             return  # the ranks' gradients are exchanged at the end, in one order on all of them
         state = self._states[id(parameter)]
-        self.sums.take_up(state)
+        self.sums.unstash(state)
         if self.offloader.gradients_complete():
             self.offloader.fetch(self.part_of(state), [state])
 
@@ -344,7 +344,7 @@ class StreamingRuntime:
 
     def before_group_use(self, group: ResidentGroup) -> None:
         """Called before a module that reads the group's weights runs."""
-        if self.dry_run is None:
+        if self.fake_run is None:
             self._scale_clipped(others_follow=torch.is_grad_enabled())
             group.refresh_if_written()
             group.wait_for_step()

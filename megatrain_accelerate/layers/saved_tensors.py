@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatrain_accelerate.transfer.activation_offload import ParcelPlace, Recording
+from megatrain_accelerate.transfer.activation_offload import OffloadedTensor, Recording
 from megatrain_accelerate.transfer.streams import Place, WeightSlot
 
 
@@ -95,7 +95,7 @@ class SavedTensors:
 
 
 def _unpack(packed: Any) -> torch.Tensor:
-    if isinstance(packed, (SlotPlace, ParcelPlace)):
+    if isinstance(packed, (SlotPlace, OffloadedTensor)):
         return packed.tensor()
     tensor, version = packed if type(packed) is tuple else (packed, 0)
     if tensor._version != version:

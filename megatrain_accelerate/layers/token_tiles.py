@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatrain_accelerate.hooks import ModelHook, has_hooks_inside
-from megatrain_accelerate.layers.ambient_state import autocast_again, put_in, random_numbers_put_back
+from megatrain_accelerate.layers.execution_state import autocast_restored, put_in, rng_state_restored
 from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, taken_apart, tensors_in
 from megatrain_accelerate.layers.proxy import is_proxy
 
@@ -267,7 +267,7 @@ class _TiledFunction(torch.autograd.Function):
     def forward(ctx: Any, call: PartCall, *tensors: torch.Tensor) -> torch.Tensor:
         inputs = tensors[: call.tensor_count]
         call.tensors = []  # held here they would live as long as the graph
-        ctx.call, ctx.autocast = call, autocast_again(tensors[0].device.type)
+        ctx.call, ctx.autocast = call, autocast_restored(tensors[0].device.type)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         output: torch.Tensor | None = None
@@ -356,7 +356,7 @@ def tried_out(module: nn.Module, device: torch.device, trial: Callable[[torch.de
         return matrices[weight.dtype][: weight.numel()].view(weight.shape)
 
     # A part that draws random numbers draws them here too. They are put back: a recompute must draw what the forward drew.
-    with random_numbers_put_back(device), _disable_current_modes(), torch.no_grad():
+    with rng_state_restored(device), _disable_current_modes(), torch.no_grad():
         try:
             weights = _held([child._parameters for child in module.modules()])
             weights.sort(key=lambda row: row[2].numel(), reverse=True)

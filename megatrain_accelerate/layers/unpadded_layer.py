@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.hooks import has_hooks_inside
-from megatrain_accelerate.layers.ambient_state import RandomState
+from megatrain_accelerate.layers.execution_state import RngState
 from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, map_tensors, taken_apart
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.saved_tensors import innermost_hooks
@@ -233,7 +233,7 @@ def _examine(
             found = torch.autograd.grad(results, wanted, [torch.ones_like(made) for made in results], allow_unused=True)
         return [gradient[:, first:] for gradient in found if gradient is not None]
 
-    generators = RandomState(device)
+    generators = RngState(device)
     with SampleAttention(real):
         whole = run(row)
         if generators.has_advanced():

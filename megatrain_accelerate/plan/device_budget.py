@@ -7,7 +7,7 @@ import torch
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.plan.machine import SEGMENT_BYTES, USABLE_SHARE_OF_DEVICE, free_bytes, whole_free_bytes
-from megatrain_accelerate.plan.step_profile import StepOutline
+from megatrain_accelerate.plan.step_profile import StepProfile
 
 
 class DeviceBudget:
@@ -70,12 +70,12 @@ class DeviceBudget:
             **({"gradient_residuals": sum_bytes} if sum_bytes else {}),
         }
 
-    def fixed_bytes_by_kind(self, outline: StepOutline | None = None) -> dict[str, int]:
-        """Bytes that are held under any placement: now, or when a step of this outline is under way."""
+    def fixed_bytes_by_kind(self, step_profile: StepProfile | None = None) -> dict[str, int]:
+        """Bytes that are held under any placement: now, or when a step of this profile is under way."""
         runtime, sums = self._runtime, self._runtime.gradient_sums
         part_slots, exchange = runtime.expert_streams.prefetcher.device_bytes, runtime.offloader.exchange
         exchange_bytes = self.exchange_bytes if exchange is None else exchange.device_bytes
-        has_sums = sums.buffer is not None or (outline is not None and (outline.samples or runtime.batch_cut.asked))
+        has_sums = sums.buffer is not None or (step_profile is not None and (step_profile.samples or runtime.batch_cut.asked))
         return {
             **({"expert_slots": part_slots} if part_slots else {}),
             "resident": sum(group.device_bytes for group in runtime.groups),

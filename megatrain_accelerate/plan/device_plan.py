@@ -24,13 +24,14 @@ from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.plan.device_budget import DeviceBudget
 from megatrain_accelerate.plan.evaluation_weights import EvaluationWeights
 from megatrain_accelerate.plan.fake_runs import replaced
+from megatrain_accelerate.plan.fake_step import profile_step
 from megatrain_accelerate.plan.layer_measurement import CERTAIN_SHARE, measure_layers
 from megatrain_accelerate.plan.machine import USABLE_SHARE_OF_DEVICE, Machine, free_bytes, measured_machine, seconds_of
 from megatrain_accelerate.plan.other_batches import (
     FREE_GROWTH,
     GROWTH_FACTORS,
     BatchExtent,
-    extrapolated_outline,
+    extrapolated_profile,
     resized_batch,
     row_size,
     sizes_after,
@@ -39,8 +40,7 @@ from megatrain_accelerate.plan.other_batches import (
 from megatrain_accelerate.plan.placement import Counts, Model, UnitSizes, fixed_counts, peak_bytes, sent_bytes
 from megatrain_accelerate.plan.placement_search import MOST_USUAL_SHARE, PlacementSearch, place_both
 from megatrain_accelerate.plan.plan_record import RESUMED_SHARE_OF_DEVICE, PlanRecord, made_for, plan_table
-from megatrain_accelerate.plan.step_outline import outline_step
-from megatrain_accelerate.plan.step_profile import StepOutline
+from megatrain_accelerate.plan.step_profile import StepProfile
 from megatrain_accelerate.plan.step_ways import WayChoice, layers_run
 from megatrain_accelerate.progress import say
 from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes
@@ -78,9 +78,9 @@ class DevicePlan:
         """Whether this process shows the table."""
         self.budget = DeviceBudget(runtime, config, device)
         self.made = PlanRecord()
-        self._measured_steps: dict[Hashable, tuple[StepOutline, StepOutline]] = {}
-        """For each way of running a step, one that was measured: its estimate, and its measured outline."""
-        self._foreseen: dict[Hashable, StepOutline] = {}
+        self._measured_steps: dict[Hashable, tuple[StepProfile, StepProfile]] = {}
+        """For each way of running a step, one that was measured: its estimate, and its measured profile."""
+        self._foreseen: dict[Hashable, StepProfile] = {}
         self._table: str | None = None
         """That of a plan that was just made, until it is shown."""
         self._ranks = runtime.sums.ranks
@@ -117,7 +117,7 @@ class DevicePlan:
 
     @property
     def measures(self) -> bool:
-        """Whether layers are measured: elsewhere their costs are reckoned."""
+        """Whether layers are measured: elsewhere their costs are estimated."""
         return self._device.type == "cuda"
 
     @functools.cached_property
@@ -239,7 +239,7 @@ class DevicePlan:
         self._runtime.refresh_if_written()
         seen = self.made.seen.union(extent)
         try:
-            plan, outline = self._best_plan(model, inputs, seen)
+            plan, step_profile = self._best_plan(model, inputs, seen)
         except torch.OutOfMemoryError:
             raise  # and the batch doesn't count: it is tried again smaller
         except Exception as error:  # a model that looks at its data can't be run without any
@@ -255,9 +255,12 @@ class DevicePlan:
             return
         self._adopt(plan)
         if budget_bytes and (self.show or self._runtime.ranks is not None) and self._compiles_after is None:
-            self._table = plan_table(plan, self._runtime, budget_bytes, outline)
+            self._table = plan_table(plan, self._runtime, budget_bytes, step_profile)
         if budget_bytes and plan.predicted_bytes > budget_bytes:
-            held = {**self.budget.fixed_bytes_by_kind(outline), "step": plan.predicted_bytes - self.fixed_bytes(outline)}
+            held = {
+                **self.budget.fixed_bytes_by_kind(step_profile),
+                "step": plan.predicted_bytes - self.fixed_bytes(step_profile),
+            }
             logger.warning(
                 "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s) and %.1f GiB are planned with; if it "
                 "runs out of memory, set megatrain_config.micro_batch_size, or lower per_device_train_batch_size or lengths",
@@ -287,34 +290,34 @@ class DevicePlan:
             torch.backends.cuda.enable_cudnn_sdp(False)
             self._cudnn_again = weakref.finalize(self, torch.backends.cuda.enable_cudnn_sdp, True)
 
-    def _best_plan(self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent) -> tuple[PlanRecord, StepOutline]:
+    def _best_plan(self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent) -> tuple[PlanRecord, StepProfile]:
         """The plan, and the step that it is made for: on the batch itself as long as all have one size, else on one that
         covers all batches so far (``seen``) and, as far as such a step fits, larger ones."""
         made_with = made_for(model, self._runtime, self._config, self.micro_batches)
-        for growth, planned, outline in self._steps_to_plan_for(model, inputs, seen):
+        for growth, planned, step_profile in self._steps_to_plan_for(model, inputs, seen):
             plan = dataclasses.replace(
                 self.made,
                 made_for=made_with,
                 seen=seen,
                 planned=planned,
                 plans=self.made.plans + 1,
-                samples=outline.samples,
-                token_tile=outline.token_tile,
+                samples=step_profile.samples,
+                token_tile=step_profile.token_tile,
                 usual_share=1.0,
                 usual_bytes=0,
                 is_linear=False,
             )
-            plan, room_is_free = self._placed(model, inputs, plan, outline) if self.budget.exists else (plan, False)
+            plan, room_is_free = self._placed(model, inputs, plan, step_profile) if self.budget.exists else (plan, False)
             if room_is_free or growth < FREE_GROWTH:
                 break
-        fixed_bytes = self.fixed_bytes(outline)
-        step_bytes = max(peak_bytes(outline, self.model_sizes(), plan.placement), plan.usual_bytes)
+        fixed_bytes = self.fixed_bytes(step_profile)
+        step_bytes = max(peak_bytes(step_profile, self.model_sizes(), plan.placement), plan.usual_bytes)
         usual_bytes = fixed_bytes + plan.usual_bytes
-        return dataclasses.replace(plan, predicted_bytes=fixed_bytes + step_bytes, usual_bytes=usual_bytes), outline
+        return dataclasses.replace(plan, predicted_bytes=fixed_bytes + step_bytes, usual_bytes=usual_bytes), step_profile
 
     def _steps_to_plan_for(
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
-    ) -> Iterator[tuple[float, BatchExtent, StepOutline]]:
+    ) -> Iterator[tuple[float, BatchExtent, StepProfile]]:
         """Steps that fit, on batches that grow by less and less: the growth, the extent and the step of each."""
         varies = self.budget.exists and (self.made.plans or sizes_vary(self.made.row_sizes))
         if varies and not self.made.plans:
@@ -323,14 +326,14 @@ class DevicePlan:
         growths = [FREE_GROWTH, GROWTH_FACTORS[min(max(1, self.made.plans), len(GROWTH_FACTORS)) - 1]]
         for growth in [*(growths if seen != self.made.seen else ()), 1.0] if varies else ():
             # Room for batches that never came isn't worth smaller pieces, or tiles.
-            planned, outline = self._resized_step(model, inputs, seen, growth, may_change_way=growth == 1.0)
-            if outline is not None and self.search_for(outline).something_fits:
-                yield growth, planned, outline
+            planned, step_profile = self._resized_step(model, inputs, seen, growth, may_change_way=growth == 1.0)
+            if step_profile is not None and self.search_for(step_profile).something_fits:
+                yield growth, planned, step_profile
         yield 1.0, self._extent(inputs), self.foresee(model, inputs)
 
     def _resized_step(
         self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, growth: float, may_change_way: bool = False
-    ) -> tuple[BatchExtent, StepOutline | None]:
+    ) -> tuple[BatchExtent, StepProfile | None]:
         """A batch of ``growth`` times that extent, and its step, scaled from the measured one; None if it can't be told."""
         calls = self._runtime.calls
         if (resized := resized_batch(model, inputs, extent, growth)) is None:
@@ -340,14 +343,14 @@ class DevicePlan:
         try:
             with replaced(calls, "real", real):
                 ways = self._ways(model, batch)
-                outline = ways.best()[0] if may_change_way else ways.outline()
-                return self._extent(batch), self._in_proportion(batch, outline)
+                step_profile = ways.best()[0] if may_change_way else ways.step_profile()
+                return self._extent(batch), self._in_proportion(batch, step_profile)
         except Exception as error:  # the model bounds sequences in a way of its own
             logger.info("megatrain: no batches of another size can be planned for (%s)", error)
             return extent, None
 
     def _placed(
-        self, model: nn.Module, inputs: Mapping[str, Any], plan: PlanRecord, outline: StepOutline
+        self, model: nn.Module, inputs: Mapping[str, Any], plan: PlanRecord, step_profile: StepProfile
     ) -> tuple[PlanRecord, bool]:
         """The plan with the fastest placement, for the usual batch too where that is smaller; and whether room for the largest
         costs the usual one nothing."""
@@ -355,31 +358,31 @@ class DevicePlan:
         search_for = functools.partial(self.search_for, budget_bytes=self.budget.whole_bytes())
         share = plan.tokens / (plan.batches * plan.planned.real) if plan.planned.real else 1.0
 
-        def step_at(share: float) -> StepOutline | None:
+        def step_at(share: float) -> StepProfile | None:
             extent, growth = plan.planned, share
             if self._runtime.calls.real is not None:  # without padding the tokens alone count, else the length does, too
                 extent, growth = dataclasses.replace(extent, real=round(share * extent.real)), 1.0
-            with layers_run(self._runtime, outline.samples, outline.token_tile):
+            with layers_run(self._runtime, step_profile.samples, step_profile.token_tile):
                 return self._resized_step(model, inputs, extent, growth)[1]
 
         if share <= MOST_USUAL_SHARE and "kept" not in self._fixed():
-            both = place_both(plan, share, step_at, outline, search_for)
+            both = place_both(plan, share, step_at, step_profile, search_for)
             if both is not None:
                 return both
-        search = search_for(outline)
+        search = search_for(step_profile)
         found = search.best() or search.leanest()
-        time, sent = None if outline.surely_fits else found.time, sum(sent_bytes(outline, found.placement))
+        time, sent = None if step_profile.surely_fits else found.time, sum(sent_bytes(step_profile, found.placement))
         return dataclasses.replace(plan, placement=found.placement, predicted_time=time, offloaded_bytes=sent), False
 
     def _extent(self, inputs: Mapping[str, Any]) -> BatchExtent:
         return BatchExtent.of(inputs, self._runtime.calls.real)
 
-    def fixed_bytes(self, outline: StepOutline) -> int:
+    def fixed_bytes(self, step_profile: StepProfile) -> int:
         """What such a step takes under any placement."""
         # What others that wait for their backward hold isn't more than what one takes that is recomputed; they share slots.
         sizes = dataclasses.replace(self.model_sizes(), slot_bytes=0, gradient_slot_bytes=0)
-        waiting = peak_bytes(outline, sizes, Placement())
-        held = sum(self.budget.fixed_bytes_by_kind(outline).values()) + LIBRARY_WORKSPACE_BYTES
+        waiting = peak_bytes(step_profile, sizes, Placement())
+        held = sum(self.budget.fixed_bytes_by_kind(step_profile).values()) + LIBRARY_WORKSPACE_BYTES
         return held + (self.made.forwards_at_once - 1) * waiting
 
     def _take_over(self, model: nn.Module, data: dict[str, Any], sizes: Sequence[int]) -> None:
@@ -410,7 +413,7 @@ class DevicePlan:
         self._resumed = record
 
     def _run_layers(self, compiled: bool | None) -> None:
-        """From now on layers run compiled (True) or not (False); None: the next outline decides. What was measured and planned
+        """From now on layers run compiled (True) or not (False); None: the next profile decides. What was measured and planned
         before counts no more."""
         self._runtime.compiled.pays, self._compiles_after = compiled, None
         self._measured_steps.clear()
@@ -427,8 +430,8 @@ class DevicePlan:
         self._note(seen=BatchExtent(), planned=BatchExtent(), plans=0)
         self._resumed = None
 
-    def foresee(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
-        """The outline of a step on ``inputs``, without planning for it; :meth:`follow` takes it over. The first is measured,
+    def foresee(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepProfile:
+        """The profile of a step on ``inputs``, without planning for it; :meth:`follow` takes it over. The first is measured,
         and later ones are scaled from it where they can be. Raises an ``UnsupportedError`` for a batch that can't run in
         pieces, and whatever the model raises when it looks at its data."""
         shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
@@ -436,13 +439,13 @@ class DevicePlan:
         if key not in self._foreseen:
             self._runtime.refresh_if_written()
             ways = self._ways(model, inputs)
-            outline = ways.best()[0] if self.budget.exists else ways.outline()
-            self._decide_on_compiling(outline)
-            found = self._in_proportion(inputs, outline)
-            if found is None or not (found is outline or found.surely_fits or self.search_for(found).something_fits):
+            step_profile = ways.best()[0] if self.budget.exists else ways.step_profile()
+            self._decide_on_compiling(step_profile)
+            found = self._in_proportion(inputs, step_profile)
+            if found is None or not (found is step_profile or found.surely_fits or self.search_for(found).something_fits):
                 measured = None
                 try:
-                    measured = ways.measured(outline, lambda made: self._measured(model, inputs, made))
+                    measured = ways.measured(step_profile, lambda made: self._measured(model, inputs, made))
                 except torch.OutOfMemoryError:
                     if self._compiles_after is None:
                         raise
@@ -462,15 +465,15 @@ class DevicePlan:
         with replaced(cut, "asked", asked), replaced(self, "micro_batches", 1):
             yield
 
-    def _decide_on_compiling(self, outline: StepOutline) -> None:
-        """The first outline of a training decides whether it is long enough to pay for compiling layers. The first step runs
+    def _decide_on_compiling(self, step_profile: StepProfile) -> None:
+        """The first profile of a training decides whether it is long enough to pay for compiling layers. The first step runs
         uncompiled even then, so that the user soon sees the script work."""
         compiled, steps = self._runtime.compiled, self._expected[0]
         if compiled.is_optional and compiled.pays is None and steps is not None:
             # Backward takes twice the FLOPs of forward.
-            pass_flops = 3 * sum(outline.profiles[call.kind].forward.flops for call in outline.forward_calls)
+            pass_flops = 3 * sum(step_profile.profiles[call.kind].forward.flops for call in step_profile.forward_calls)
             saved_seconds = steps * self.micro_batches * _SAVED_SHARE * pass_flops / _EAGER_FLOPS
-            compiled.pays = saved_seconds >= COMPILE_SECONDS * len(outline.profiles)
+            compiled.pays = saved_seconds >= COMPILE_SECONDS * len(step_profile.profiles)
             # Whether micro-batches are joined is decided once, by the times of layers as they will run.
             is_plain = self.micro_batches == 1 and self._runtime.batch_cut.asked is None
             if compiled.pays and is_plain and not compiled.compilations:
@@ -483,48 +486,52 @@ class DevicePlan:
         """What two steps must share for the costs of one to be scaled from the other's."""
         return self._runtime.batch_cut.asked, self._runtime.compiled.pays, frozenset(inputs)
 
-    def _in_proportion(self, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline | None:
-        """The outline scaled from the measured step, None if there is none to scale it from; itself where none is measured."""
+    def _in_proportion(self, inputs: Mapping[str, Any], step_profile: StepProfile) -> StepProfile | None:
+        """The profile scaled from the measured step, None if there is none to scale it from; itself where none is measured."""
         if not self.measures:
-            return outline
+            return step_profile
         if (steps := self._measured_steps.get(self._way_of(inputs))) is not None:
-            return extrapolated_outline(outline, *steps, self._machine)
-        # Nothing needs to be measured where states and activations leave so much room: what they take is reckoned well enough,
-        # and all lie there however long a step takes. What a compiler saves can't be reckoned. Where micro-batches may be
-        # joined, the times of both ways are compared.
-        is_plain = self.micro_batches == 1 and not (outline.token_tile or outline.samples or self._runtime.batch_cut.asked)
+            return extrapolated_profile(step_profile, *steps, self._machine)
+        # Nothing needs to be measured where states and activations leave so much room: what they take is estimated well
+        # enough, and all lie there however long a step takes. What a compiler saves can't be estimated. Where micro-batches
+        # may be joined, the times of both ways are compared.
+        is_plain = self.micro_batches == 1 and not (
+            step_profile.token_tile or step_profile.samples or self._runtime.batch_cut.asked
+        )
         if not is_plain or self._runtime.compiled.may_compile:
             return None
-        everything = self.search_for(outline, budget_bytes=int(CERTAIN_SHARE * self.budget.whole_bytes())).everything()
-        return None if everything is None else dataclasses.replace(outline, surely_fits=True)
+        everything = self.search_for(step_profile, budget_bytes=int(CERTAIN_SHARE * self.budget.whole_bytes())).everything()
+        return None if everything is None else dataclasses.replace(step_profile, surely_fits=True)
 
     def _ways(self, model: nn.Module, inputs: Mapping[str, Any]) -> WayChoice:
-        outline = functools.partial(outline_step, model, self._runtime, inputs, self._device)
+        step_profile = functools.partial(profile_step, model, self._runtime, inputs, self._device)
         ids = inputs.get("input_ids")  # beside which a picture may have a row for each of its patches
         samples = max(rows_of(dict(inputs) if ids is None else ids), default=1)
-        return WayChoice(self._runtime, self._config, samples, outline, self.search_for)
+        return WayChoice(self._runtime, self._config, samples, step_profile, self.search_for)
 
-    def search_for(self, outline: StepOutline, budget_bytes: int | None = None, **counts: int) -> PlacementSearch:
+    def search_for(self, step_profile: StepProfile, budget_bytes: int | None = None, **counts: int) -> PlacementSearch:
         """For the placement of such a step, with these ``counts`` where the settings fix no others, in the whole budget unless
         another is named."""
         whole_bytes = self.budget.whole_bytes() if budget_bytes is None else budget_bytes
-        step_bytes, host_bytes = whole_bytes - self.fixed_bytes(outline), self._host_budget_bytes()
-        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, {**counts, **self._fixed()}, host_bytes)
+        step_bytes, host_bytes = whole_bytes - self.fixed_bytes(step_profile), self._host_budget_bytes()
+        return PlacementSearch(
+            step_profile, self.model_sizes(), self._machine, step_bytes, {**counts, **self._fixed()}, host_bytes
+        )
 
-    def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
-        is_plain = self._runtime.runs_whole and self.search_for(outline).everything() is not None
+    def _measured(self, model: nn.Module, inputs: Mapping[str, Any], step_profile: StepProfile) -> StepProfile:
+        is_plain = self._runtime.runs_whole and self.search_for(step_profile).everything() is not None
         try:
-            return measure_layers(model, self._runtime, inputs, outline, self.budget.whole_bytes(), is_plain)
+            return measure_layers(model, self._runtime, inputs, step_profile, self.budget.whole_bytes(), is_plain)
         except torch.OutOfMemoryError:
             if self.made.placement == self._settled():
                 raise
         except Exception as error:  # if it is more than the trial's, the training's own forward raises it
-            logger.info("megatrain: layers can't be measured, their costs are reckoned (%s)", error)
-            return outline
+            logger.info("megatrain: layers can't be measured, their costs are estimated (%s)", error)
+            return step_profile
         # What an earlier plan put on the device for smaller batches makes room.
         self._place(Placement())
         torch.cuda.empty_cache()
-        return measure_layers(model, self._runtime, inputs, outline, self.budget.whole_bytes(), is_plain)
+        return measure_layers(model, self._runtime, inputs, step_profile, self.budget.whole_bytes(), is_plain)
 
     def _host_budget_bytes(self) -> int:
         """Host memory that offloaded activations could take if all units lived on the host."""

@@ -15,8 +15,8 @@ from torch import nn
 from megatrain_accelerate.layers.caches import CACHE_ARGUMENTS
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.plan.device_budget import DeviceBudget
+from megatrain_accelerate.plan.fake_step import evaluation_bytes
 from megatrain_accelerate.plan.other_batches import BatchExtent
-from megatrain_accelerate.plan.step_outline import evaluation_bytes
 from megatrain_accelerate.units import GIB
 
 logger = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.layers import output_recorder
-from megatrain_accelerate.layers.ambient_state import random_numbers_put_back
 from megatrain_accelerate.layers.attention_results import AtAttention
 from megatrain_accelerate.layers.compiled_layer import without_saving
+from megatrain_accelerate.layers.execution_state import rng_state_restored
 from megatrain_accelerate.layers.layer import StreamedLayer, bound
 from megatrain_accelerate.layers.micro_batches import BatchSplit
 from megatrain_accelerate.layers.nested_tensors import tensors_in
@@ -33,10 +33,10 @@ from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.saved_tensors import SavedTensors
 from megatrain_accelerate.layers.unpadded_layer import batch_of
+from megatrain_accelerate.plan.fake_step import as_leaves
 from megatrain_accelerate.plan.machine import raise_peak
-from megatrain_accelerate.plan.step_memory import buffers_put_back, without_hooks
-from megatrain_accelerate.plan.step_outline import as_leaves
-from megatrain_accelerate.plan.step_profile import LayerProfile, StepOutline
+from megatrain_accelerate.plan.step_memory import buffers_restored, without_hooks
+from megatrain_accelerate.plan.step_profile import LayerProfile, StepProfile
 from megatrain_accelerate.transfer.streams import WeightSlot
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ _LOADING_SECONDS = 10.0
 _OUTSIDE_ROUNDS = 3
 CERTAIN_SHARE = 0.75
 """Of the device: where the activations of all layers are less, none will be recomputed, and no graph is compiled for it. Where
-they and all states are reckoned to be less, nothing is measured: such peaks were 1 to 2 % high (0.5B and 3B on an H100)."""
+they and all states are estimated to be less, nothing is measured: such peaks were 1 to 2 % high (0.5B and 3B on an H100)."""
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -110,26 +110,28 @@ def measure_layers(
     model: nn.Module,
     runtime: StreamingRuntime,
     inputs: Mapping[str, Any],
-    outline: StepOutline,
+    step_profile: StepProfile,
     budget_bytes: int,
     is_plain: bool = False,
-) -> StepOutline:
-    """The outline with measured profiles, of a prepared model on a CUDA device, between steps. ``inputs`` are the arguments of
-    the real call that the outline is of; a step may take ``budget_bytes``. If the model ``is_plain``, layers will compute with
+) -> StepProfile:
+    """The profile with measured profiles, of a prepared model on a CUDA device, between steps. ``inputs`` are the arguments of
+    the real call that the profile is of; a step may take ``budget_bytes``. If the model ``is_plain``, layers will compute with
     their own parameters, and so does what is compiled here. A ``torch.OutOfMemoryError`` if one layer doesn't fit."""
     device = runtime.streams.device
-    layers = _MeasuredLayers(runtime, outline, budget_bytes, is_plain)
+    layers = _MeasuredLayers(runtime, step_profile, budget_bytes, is_plain)
     with (
-        random_numbers_put_back(device),
+        rng_state_restored(device),
         without_hooks(model),
-        buffers_put_back(model),
+        buffers_restored(model),
         runtime.layers_run_by(layers),
         torch.enable_grad(),
     ):
         # Gives autograd's thread for the device its CUDA context: cuBLAS warns where it has none.
         torch.ones((), device=device, requires_grad=True).mul(2.0).backward()
         outside_seconds = _measure_outside(model, inputs, layers)
-    measured = dataclasses.replace(outline, profiles={**outline.profiles, **layers.profiles}, outside_seconds=outside_seconds)
+    measured = dataclasses.replace(
+        step_profile, profiles={**step_profile.profiles, **layers.profiles}, outside_seconds=outside_seconds
+    )
     del layers
     torch.cuda.empty_cache()
     return measured
@@ -138,14 +140,14 @@ def measure_layers(
 class _MeasuredLayers:
     """Runs in the place of the layers: the first call of each kind is measured, later ones hand on what it returned."""
 
-    def __init__(self, runtime: StreamingRuntime, outline: StepOutline, budget_bytes: int, is_plain: bool) -> None:
+    def __init__(self, runtime: StreamingRuntime, step_profile: StepProfile, budget_bytes: int, is_plain: bool) -> None:
         self.profiles: dict[Hashable, LayerProfile] = {}
         self.leaves: list[torch.Tensor] = []
         """What the last layer returned: the loss's backward ends here."""
-        self.kinds = [event.kind for event in outline.forward_calls]
+        self.kinds = [event.kind for event in step_profile.forward_calls]
         self.position = 0
         """Of the next call in the model's forward."""
-        self.runtime, self._outline, self._budget_bytes, self._is_plain = runtime, outline, budget_bytes, is_plain
+        self.runtime, self._step_profile, self._budget_bytes, self._is_plain = runtime, step_profile, budget_bytes, is_plain
         self._outputs: dict[Hashable, tuple[Any, Recorded]] = {}
 
     def __call__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,28 +164,28 @@ class _MeasuredLayers:
 
     def _measured(self, kind: Hashable, layer: StreamedLayer, given: _Arguments) -> tuple[LayerProfile, tuple[Any, Recorded]]:
         """The profile of a layer's call; what the call returns, and what it records."""
-        runtime, dry = self.runtime, self._outline.profiles[kind]
+        runtime, fake = self.runtime, self._step_profile.profiles[kind]
         row, args, kwargs = layer.unpadded.in_a_row(runtime.calls.real_in_one_row, *given)
         split = BatchSplit.of_call(layer, args, kwargs, runtime.batch_cut)
         args, kwargs = split.first_piece(args, kwargs)
         slot = runtime.prefetcher.acquire(layer, ())
         try:
-            inputs = functools.partial(as_leaves, args, kwargs, dry.inputs_need_grad)
-            times_attention = bool(layer.tiles.tile_tokens and dry.attention_bytes)
+            inputs = functools.partial(as_leaves, args, kwargs, fake.inputs_need_grad)
+            times_attention = bool(layer.tiles.tile_tokens and fake.attention_bytes)
             measurement = _Measurement(runtime, layer, slot, row, inputs, times_attention, self._is_plain)
             made = measurement.run()
             forward, kept_forward, backward = measurement.forward, measurement.kept_forward, measurement.backward
             kept_bytes = max(0, kept_forward.left_bytes - measurement.given_up_bytes)
             recomputes: dict[str, Any] = {"recomputed_bytes": max(kept_forward.peak_bytes, kept_bytes + backward.peak_bytes)}
             # Unless it is certain that all calls' activations fit the device.
-            others = sum(self._outline.profiles[other].kept_bytes for other in self.kinds if other != kind)
+            others = sum(self._step_profile.profiles[other].kept_bytes for other in self.kinds if other != kind)
             if self.kinds.count(kind) * kept_bytes * split.count + others > CERTAIN_SHARE * self._budget_bytes:
                 recomputes |= measurement.run_recomputes()
         finally:
             runtime.prefetcher.release(slot)
         made = split.whole(layer.name, made)
         # A compiled layer saves less than one that runs without data.
-        profile = dry.keeping(
+        profile = fake.keeping(
             kept_bytes,
             forward_bytes=forward.peak_bytes,
             kept_forward_bytes=kept_forward.peak_bytes,
@@ -196,9 +198,9 @@ class _MeasuredLayers:
         ).of_pieces(split, sum(tensor.nbytes for tensor in tensors_in(made)))
         # Those of the whole call already.
         names = ("forward", "backward", "attention", "attention_bytes", "experts", "expert_bytes")
-        reckoned: dict[str, Any] = {name: getattr(dry, name) for name in names}
+        estimated: dict[str, Any] = {name: getattr(fake, name) for name in names}
         output, recorded = made
-        return dataclasses.replace(profile, **reckoned), (batch_of(row, output), recorded)
+        return dataclasses.replace(profile, **estimated), (batch_of(row, output), recorded)
 
 
 def _measure_outside(model: nn.Module, inputs: Mapping[str, Any], layers: _MeasuredLayers) -> float | None:
@@ -222,7 +224,7 @@ def _measure_outside(model: nn.Module, inputs: Mapping[str, Any], layers: _Measu
     except Exception as error:
         if len(layers.profiles) < len(set(layers.kinds)):
             raise
-        logger.info("megatrain: the loss can't be measured, its cost is reckoned (%s)", error)
+        logger.info("megatrain: the loss can't be measured, its cost is estimated (%s)", error)
         return None
 
 

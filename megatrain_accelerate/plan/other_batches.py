@@ -12,7 +12,7 @@ from torch import nn
 
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.plan.machine import Machine
-from megatrain_accelerate.plan.step_profile import SECONDS, LayerProfile, StepOutline
+from megatrain_accelerate.plan.step_profile import SECONDS, LayerProfile, StepProfile
 
 FREE_GROWTH = 3.0
 """Size of the batches that a plan covers, over that of those so far: where sizes vary, and that costs the usual batch nothing
@@ -108,10 +108,10 @@ def _text(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return tensors if is_text else {}
 
 
-def extrapolated_outline(
-    estimate: StepOutline, measured_estimate: StepOutline, measured: StepOutline, machine: Machine
-) -> StepOutline | None:
-    """The new batch's outline, with times and bytes scaled from the measured batch. Nothing is run.
+def extrapolated_profile(
+    estimate: StepProfile, measured_estimate: StepProfile, measured: StepProfile, machine: Machine
+) -> StepProfile | None:
+    """The new batch's profile, with times and bytes scaled from the measured batch. Nothing is run.
 
     A call's measured seconds are multiplied by the ratio of the estimated operation times, its measured bytes by that of the
     estimated bytes. So most costs grow linearly with the tokens, and those of attention with the length too. None if the two
@@ -152,8 +152,8 @@ def _ratio(after: float, before: float) -> float:
     return after / before if before else 1.0
 
 
-def outside_seconds_of(outline: StepOutline, machine: Machine) -> float:
+def outside_seconds_of(step_profile: StepProfile, machine: Machine) -> float:
     """Estimated, of what runs outside the layers from the start of the step to the first layer's backward. The costs of an
     event are those of what runs between the event before and this one."""
-    backward = [event for event in outline.events if event.is_backward]
-    return sum(event.costs.seconds(machine) for event in [*outline.forward_calls, *backward[:1]])
+    backward = [event for event in step_profile.events if event.is_backward]
+    return sum(event.costs.seconds(machine) for event in [*step_profile.forward_calls, *backward[:1]])

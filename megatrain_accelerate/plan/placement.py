@@ -1,5 +1,5 @@
 """A placement: for each layer what becomes of its activations, where its weights are, and where its states live; and what
-memory a step takes on the device under it, by arithmetic on the step's outline.
+memory a step takes on the device under it, by arithmetic on the step's profile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.layers.layer import ExpertPart
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.plan.machine import STEP_BYTES
-from megatrain_accelerate.plan.step_profile import StepOutline
+from megatrain_accelerate.plan.step_profile import StepProfile
 from megatrain_accelerate.store.unit import HostUnit
 
 MOST_SPACING = 8
@@ -215,11 +215,11 @@ class Model:
         return sum(unit.host_bytes for unit in self.on_device(placement)) // self.ranks
 
 
-def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
+def sent_bytes(step_profile: StepProfile, placement: Placement) -> list[int]:
     """For each call of the forward pass, the bytes that go to the host after it and come back in backward."""
-    outline, sent = outline.at(*placement.budgets), []
-    for event in outline.forward_calls:
-        profile = outline.profiles[event.kind]
+    step_profile, sent = step_profile.at(*placement.budgets), []
+    for event in step_profile.forward_calls:
+        profile = step_profile.profiles[event.kind]
         # What a recomputed layer saves besides its inputs waits where they do.
         attention_bytes = profile.attention_bytes if event.layer in placement.attention_kept else 0
         waiting = profile.input_bytes + profile.lean_bytes + attention_bytes
@@ -228,25 +228,25 @@ def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
     return sent
 
 
-def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
+def peak_bytes(step_profile: StepProfile, model: Model, placement: Placement) -> int:
     """The most that a step has alive on the device, besides what the engine holds there in any case."""
-    return held_bytes(model, placement) + step_bytes(outline, model, placement)
+    return held_bytes(model, placement) + step_bytes(step_profile, model, placement)
 
 
-def step_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
+def step_bytes(step_profile: StepProfile, model: Model, placement: Placement) -> int:
     """The part of :func:`peak_bytes` that isn't there during all of the step."""
-    outline = outline.at(*placement.budgets)
-    calls = outline.forward_calls
-    sent = sent_bytes(outline, placement)
-    # An outline's inputs are all there, and results of attention count as kept; what an offloaded layer saved doesn't.
+    step_profile = step_profile.at(*placement.budgets)
+    calls = step_profile.forward_calls
+    sent = sent_bytes(step_profile, placement)
+    # An profile's inputs are all there, and results of attention count as kept; what an offloaded layer saved doesn't.
     is_input = [event.layer not in placement.offloaded for event in calls]
     inputs_before = [0, *itertools.accumulate(size * flag for size, flag in zip(sent, is_input, strict=True))]
     # Of a batch that runs in pieces, two pieces are on the device.
-    at_once = [size // outline.profiles[event.kind].pieces for size, event in zip(sent, calls, strict=True)]
+    at_once = [size // step_profile.profiles[event.kind].pieces for size, event in zip(sent, calls, strict=True)]
     others_before = [0, *itertools.accumulate(size * (not flag) for size, flag in zip(at_once, is_input, strict=True))]
 
     def extra_bytes(call: int, made: int) -> int:
-        """What is there besides what the outline and kept layers hold; negative if more is away. Of the calls whose
+        """What is there besides what the profile and kept layers hold; negative if more is away. Of the calls whose
         activations or inputs go to the host two's are on the device at a time: in forward this one's, if they are ``made`` (0
         or 1), and until the next offloaded layer those of the one before it; in backward the next one's."""
         before = max(0, call - placement.offload_spacing)
@@ -254,8 +254,8 @@ def step_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
 
     peak = kept = grown = extra = 0
     forward_call, backward_call = -1, len(calls)
-    for event in outline.events:
-        profile = outline.profiles[event.kind]
+    for event in step_profile.events:
+        profile = step_profile.profiles[event.kind]
         peak = max(peak, event.peak_bytes + kept + grown + extra)
         offloads = event.layer in placement.offloaded
         remembers = not placement.is_recomputed(event.layer)
@@ -285,7 +285,7 @@ def step_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
             peak = max(peak, event.live_bytes + kept + above + extra_bytes(forward_call, made=0))
             kept += staying
             extra = extra_bytes(forward_call, made=1)
-    return max(peak, outline.tail_peak_bytes + kept + grown)
+    return max(peak, step_profile.tail_peak_bytes + kept + grown)
 
 
 def held_bytes(model: Model, placement: Placement) -> int:

@@ -14,7 +14,7 @@ from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.placement import Counts, Model, held_bytes, sent_bytes, step_bytes
 from megatrain_accelerate.plan.plan_record import PlanRecord
-from megatrain_accelerate.plan.step_profile import StepOutline
+from megatrain_accelerate.plan.step_profile import StepProfile
 from megatrain_accelerate.plan.step_simulation import StepTime, simulate_step
 
 WORTH_IT = 0.005
@@ -40,7 +40,7 @@ MOST_USUAL_SHARE = 0.9
 """Where batches of the mean size have more than this share of the largest one's tokens, all are planned for as the largest."""
 
 LINEAR_SHARE = 0.98
-"""Bytes that a layer keeps, over those that are reckoned, may be as few: rounding takes a little."""
+"""Bytes that a layer keeps, over those that are estimated, may be as few: rounding takes a little."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,22 +74,22 @@ class PlacementSearch:
 
     def __init__(
         self,
-        outline: StepOutline,
+        step_profile: StepProfile,
         model: Model,
         machine: Machine,
         budget_bytes: int,
         fixed: Mapping[str, Any],
         host_budget_bytes: int = 0,
     ) -> None:
-        self._outline, self._model, self._fixed = outline, model, fixed
+        self._step_profile, self._model, self._fixed = step_profile, model, fixed
         self._budget, self._host_budget = budget_bytes, host_budget_bytes
         self._count = len(model.layers)
         self._try = functools.cache(self._evaluate)
-        at = functools.cache(outline.at)
+        at = functools.cache(step_profile.at)
         self._time = functools.cache(lambda placement: simulate_step(at(*placement.budgets), model, placement, machine))
         self._step_bytes = functools.cache(lambda placement: step_bytes(at(*placement.budgets), model, placement))
         is_free = "kept" not in fixed and not fixed.get("offloaded")
-        budgets = {budget.value for profile in outline.profiles.values() for budget in profile.budgets if is_free}
+        budgets = {budget.value for profile in step_profile.profiles.values() for budget in profile.budgets if is_free}
         self._budget_pairs = dict.fromkeys([*itertools.pairwise(sorted({*budgets, *_WHOLE})), _WHOLE])
 
     @property
@@ -187,7 +187,7 @@ class PlacementSearch:
 
         yield lambda at: vary(at, inputs_offloaded=near(at.inputs_offloaded, 2))
         # Layers without tiles are compiled, and attention is part of their graph.
-        if self._outline.token_tile and "attention_kept" not in self._fixed:
+        if self._step_profile.token_tile and "attention_kept" not in self._fixed:
             yield lambda at: vary(at, attention_kept=near(at.attention_kept, 2), inputs_offloaded=near(at.inputs_offloaded, 2))
         yield lambda at: vary(at, groups_on_device=[not at.groups_on_device])
         yield lambda at: vary(at, groups_on_device=(at.groups_on_device, not at.groups_on_device), on_device=some)
@@ -236,14 +236,14 @@ class PlacementSearch:
 
     def _has_host_room(self, placement: Placement) -> bool:
         room_bytes = self._host_budget + self._model.moved_bytes(placement)
-        return sum(sent_bytes(self._outline, placement)) <= max(0, room_bytes)
+        return sum(sent_bytes(self._step_profile, placement)) <= max(0, room_bytes)
 
 
 def place_both(
     plan: PlanRecord,
     share: float,
-    step_at: Callable[[float], StepOutline | None],
-    largest: StepOutline,
+    step_at: Callable[[float], StepProfile | None],
+    largest: StepProfile,
     search_for: Callable[..., PlacementSearch],
 ) -> tuple[PlanRecord, bool] | None:
     """The plan with a placement for the *usual* batch, that of ``share`` of the largest one's tokens, and one for the largest;
@@ -282,7 +282,7 @@ def place_both(
 
 
 def _largest_beside(
-    best: Candidate, largest: StepOutline, search_for: Callable[..., PlacementSearch]
+    best: Candidate, largest: StepProfile, search_for: Callable[..., PlacementSearch]
 ) -> tuple[Candidate, dict[str, int]] | None:
     """The largest batch's placement with as many layers, and states of others, on the device as there are with ``best``, or as
     many as fit unless that is fixed, and the counts that it was found with."""
@@ -299,7 +299,7 @@ def _largest_beside(
     return None
 
 
-def _keeps_in_proportion(share: float, usual: StepOutline, largest: StepOutline) -> bool:
+def _keeps_in_proportion(share: float, usual: StepProfile, largest: StepProfile) -> bool:
     """Whether what layers keep grows at most in proportion to the tokens, and is as much for each layer."""
     less, more = ([step.profiles[call.kind].kept_bytes for call in step.forward_calls] for step in (usual, largest))
     if len(less) != len(more) or min(more) < LINEAR_SHARE * max(more):

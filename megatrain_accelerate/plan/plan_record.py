@@ -17,7 +17,7 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.plan.other_batches import BatchExtent
-from megatrain_accelerate.plan.step_profile import StepOutline
+from megatrain_accelerate.plan.step_profile import StepProfile
 from megatrain_accelerate.plan.step_simulation import StepTime
 from megatrain_accelerate.units import GIB
 
@@ -76,7 +76,7 @@ class PlanRecord:
     usual_bytes: int = 0
     """Predicted of the usual batch."""
     is_linear: bool = False
-    """Whether the two placements differ in the number of kept layers alone, and what is between them may be reckoned."""
+    """Whether the two placements differ in the number of kept layers alone, and what is between them may be estimated."""
 
     def at(self, share: float) -> tuple[Placement, int]:
         """For a batch with that share of the largest one's tokens, and the bytes that it is predicted to take, at most. One of
@@ -115,15 +115,15 @@ class PlanRecord:
         return cls(**{**data, **{name: kind(**data[name]) for name, kind in kinds.items()}})
 
 
-def plan_table(plan: PlanRecord, runtime: StreamingRuntime, budget_bytes: int, outline: StepOutline) -> str:
+def plan_table(plan: PlanRecord, runtime: StreamingRuntime, budget_bytes: int, step_profile: StepProfile) -> str:
     """What lies where once the plan is applied, the predicted memory and step, and what bounds it."""
     placement, time = plan.placement, plan.predicted_time
-    outline = outline.at(*placement.budgets)
+    step_profile = step_profile.at(*placement.budgets)
     count, on_gpu = len(runtime.layers), len(placement.on_device)
     recomputed = count - len(placement.kept) - len(placement.offloaded)
     there = [unit for unit in runtime.units if not unit.is_on_device]
     host = plan.offloaded_bytes + sum(sum(unit.bytes_by_kind().values()) + unit.promised_bytes for unit in there)
-    calls = [(outline.profiles[event.kind], event.layer) for event in outline.forward_calls]
+    calls = [(step_profile.profiles[event.kind], event.layer) for event in step_profile.forward_calls]
     kept_bytes = sum(profile.kept_bytes for profile, layer in calls if layer in placement.kept)
     lean_bytes = sum(profile.lean_bytes for profile, layer in calls if placement.is_recomputed(layer))
     low, high = placement.budgets
@@ -145,7 +145,7 @@ def plan_table(plan: PlanRecord, runtime: StreamingRuntime, budget_bytes: int, o
             + (f" (its results on the host for {both})" if both else "")
             + budgets,
         ),
-        *([("pieces", f"{outline.samples} samples of the batch at once in each layer")] if outline.samples else []),
+        *([("pieces", f"{step_profile.samples} samples of the batch at once in each layer")] if step_profile.samples else []),
         *([("tiles", tiles_text(runtime))] if runtime.token_tile else []),
         ("GPU memory", f"{plan.predicted_bytes / GIB:.1f} of {budget_bytes / GIB:.1f} GiB"),
         ("host memory", f"{host / GIB:.1f} GiB"),

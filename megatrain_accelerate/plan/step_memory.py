@@ -20,8 +20,8 @@ from torch.utils.flop_counter import flop_registry
 
 from megatrain_accelerate.hooks import HOOKS
 from megatrain_accelerate.layers import token_tiles
-from megatrain_accelerate.layers.ambient_state import random_numbers_put_back
 from megatrain_accelerate.layers.attention_results import FLEX, attention_flops
+from megatrain_accelerate.layers.execution_state import rng_state_restored
 from megatrain_accelerate.layers.nested_tensors import tensors_in
 from megatrain_accelerate.loss.products import runs_on_gpu
 from megatrain_accelerate.plan.fake_runs import (
@@ -172,13 +172,13 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
 
 @contextlib.contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """The model has no hooks while the body runs but those of the engine that say ``runs_dry``, and keeps nothing that it
+    """While the body runs, the model has no hooks but the engine's that say ``runs_without_data``, and keeps nothing that it
     sets on itself: users' hooks count real calls. Those that transformers needs for the loss itself it installs anew."""
     attributes = [(module, dict(module.__dict__)) for module in model.modules()]
     try:
         for module, own in attributes:
             for name in HOOKS:
-                ours = ((key, hook) for key, hook in own[name].items() if getattr(hook, "runs_dry", False))
+                ours = ((key, hook) for key, hook in own[name].items() if getattr(hook, "runs_without_data", False))
                 module.__dict__[name] = OrderedDict(ours)
             # Where transformers notes that it has installed the hooks that collect router logits (utils/output_capturing.py).
             module.__dict__.pop("_output_capturing_hooks_installed", None)
@@ -190,7 +190,7 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def buffers_put_back(module: nn.Module) -> Iterator[None]:
+def buffers_restored(module: nn.Module) -> Iterator[None]:
     """The module's buffers hold what they held before when the body is over: a trial run isn't to count."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
@@ -240,13 +240,15 @@ def _without_looks_at_data(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device) -> Iterator[tuple[dict[str, Any], LiveBytes]]:
+def fake_model(
+    model: nn.Module, inputs: Mapping[str, Any], device: torch.device
+) -> Iterator[tuple[dict[str, Any], LiveBytes]]:
     """Weights and inputs have no data while the body runs, gradients are on, nothing counts as a real call, and loops over
     tiles run few of them: a longer sequence takes no longer. Yields the inputs without data, and the mode that counts while
     it is entered by the caller."""
     inputs = _without_looks_at_data(inputs)
     with (
-        random_numbers_put_back(torch.device("cpu")),
+        rng_state_restored(torch.device("cpu")),
         nothing_kept(model),
         launches_without_data(),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,

@@ -67,7 +67,7 @@ class LayerProfile:
     length: int = 0
     """Tokens of a sequence, as the layer sees them; 0 if its inputs have no such dimension."""
     forward_seconds: float | None = None
-    """Measured (:mod:`.layer_measurement`); None: to be reckoned from the costs."""
+    """Measured (:mod:`.layer_measurement`); None: to be estimated from the costs."""
     kept_forward_seconds: float | None = None
     recompute_seconds: float | None = None
     """By how much a backward that recomputes is longer. None: by a forward that keeps its graph; a compiler needs less."""
@@ -149,7 +149,7 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepOutline:
+class StepProfile:
     """A step on one batch: events in order, what follows the last one, and the profile of each kind of call."""
 
     events: tuple[Event, ...]
@@ -165,9 +165,9 @@ class StepOutline:
     surely_fits: bool = False
     """Whether states and activations surely fit the device, so that no time was measured."""
     sums_loss: bool = False
-    """Whether the model's loss is known to be a sum over tokens divided by ``num_items_in_batch`` (:mod:`.step_outline`)."""
+    """Whether the model's loss is known to be a sum over tokens divided by ``num_items_in_batch`` (:mod:`.fake_step`)."""
 
-    def at(self, low: float, high: float) -> StepOutline:
+    def at(self, low: float, high: float) -> StepProfile:
         """This step with kept layers at the memory budget ``high`` and all others at ``low``."""
         if (low, high) == (NOTHING.value, EVERYTHING.value):
             return self

@@ -1,4 +1,4 @@
-"""The duration of a step under a placement, by arithmetic on its outline.
+"""The duration of a step under a placement, by arithmetic on its profile.
 
 It is a small simulation of the pipeline: the device's compute, the two directions of the link, and the host's optimizer, each
 a resource that does one thing at a time, over three steps of which the last counts. The optimizer and the link's copies share
@@ -22,7 +22,7 @@ from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.placement import Model, UnitSizes, sent_bytes
 from megatrain_accelerate.plan.step_memory import OpCosts
-from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepOutline
+from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepProfile
 
 _NORM_BYTES = 2
 """Bytes a parameter that the device reads for the gradients' norm, which it takes apart from the step."""
@@ -164,17 +164,17 @@ class _CallSeconds:
 class _Pipeline:
     """The resources of one rank, and when each has done what a step asked of it so far."""
 
-    def __init__(self, outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> None:
-        self.outline = outline.at(*placement.budgets)
+    def __init__(self, step_profile: StepProfile, model: Model, placement: Placement, machine: Machine) -> None:
+        self.step_profile = step_profile.at(*placement.budgets)
         self.model, self.placement, self.machine = model, placement, machine
-        self.seconds = {kind: _CallSeconds(profile, machine) for kind, profile in self.outline.profiles.items()}
-        events, measured = self.outline.events, self.outline.outside_seconds
+        self.seconds = {kind: _CallSeconds(profile, machine) for kind, profile in self.step_profile.profiles.items()}
+        events, measured = self.step_profile.events, self.step_profile.outside_seconds
         self.last_forward = max((i for i, event in enumerate(events) if not event.is_backward), default=-1)
         self.outside_seconds = [event.costs.seconds(machine) for event in events]
         """Before each event."""
         if measured is not None:
             self.outside_seconds[: self.last_forward + 2] = [*[0.0] * (self.last_forward + 1), measured]
-        self.sent = sent_bytes(outline, placement)
+        self.sent = sent_bytes(step_profile, placement)
         self.compute, self.host, self.network = Resource(), Resource(), Resource()
         self.h2d = Link(machine.h2d_bytes, machine.h2d_share_in_step, self.host)
         self.d2h = Link(machine.d2h_bytes, machine.d2h_share_in_step, self.host)
@@ -207,7 +207,7 @@ class _Pipeline:
         placement = self.placement
         copies = _ActivationCopies(self)
         self.compute.wait_until(self.before_at)
-        events, last_forward = self.outline.events, self.last_forward
+        events, last_forward = self.step_profile.events, self.last_forward
         ready = self._weights_at(events[0].layer) if events else 0.0
         for position, event in enumerate(events):
             self.compute.work(self.outside_seconds[position])
@@ -250,7 +250,7 @@ class _Pipeline:
             ready = self._weights_at(events[position + 1].layer) if position + 1 < len(events) else 0.0
             if event.is_backward:
                 copies.bring_ahead(event.layer, issued_at)
-        self.compute.work(self.outline.tail_costs.seconds(self.machine))
+        self.compute.work(self.step_profile.tail_costs.seconds(self.machine))
         for unit in [*self.model.groups_after, *self.model.groups_before]:
             self.compute.wait_until(self._exchange(2 * unit.gradient_bytes, self.compute.free_at))
             if is_last and not placement.groups_on_device:
@@ -264,7 +264,7 @@ class _Pipeline:
         parts = self.model.parts.get(event.layer, ())
         if not parts:
             return self.compute.work(seconds, ready)
-        pieces = self.outline.profiles[event.kind].pieces
+        pieces = self.step_profile.profiles[event.kind].pieces
         keyed = [((event.layer, place), part) for place, part in enumerate(parts)]
         end, out = self.compute.wait_until(ready), 0.0
         for piece in range(pieces):
@@ -365,7 +365,7 @@ class _ActivationCopies:
 
     def __init__(self, pipeline: _Pipeline) -> None:
         self._pipeline = pipeline
-        self._last_call = {event.layer: call for call, event in enumerate(pipeline.outline.forward_calls)}
+        self._last_call = {event.layer: call for call, event in enumerate(pipeline.step_profile.forward_calls)}
         self._spacing = pipeline.placement.offload_spacing
         self._call = -1
         self._leaving: collections.deque[int] = collections.deque()
@@ -401,9 +401,9 @@ class _ActivationCopies:
             self._back[call] = self._pipeline.h2d.copy(self._pipeline.sent[call], max(self._gone[call], issued_at))
 
 
-def simulate_step(outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> StepTime:
+def simulate_step(step_profile: StepProfile, model: Model, placement: Placement, machine: Machine) -> StepTime:
     """The duration of a step in the steady state, and how long each resource is at work in it."""
-    pipeline = _Pipeline(outline, model, placement, machine)
+    pipeline = _Pipeline(step_profile, model, placement, machine)
     resources = (pipeline.compute, pipeline.h2d, pipeline.d2h, pipeline.host, pipeline.network)
     for _ in range(3):
         start, busy = pipeline.compute.free_at, [resource.busy for resource in resources]

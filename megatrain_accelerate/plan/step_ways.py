@@ -13,7 +13,7 @@ from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.token_tiles import AUTO_TILE_TOKENS
 from megatrain_accelerate.plan.placement_search import Candidate, PlacementSearch
-from megatrain_accelerate.plan.step_profile import StepOutline
+from megatrain_accelerate.plan.step_profile import StepProfile
 
 LONG_TOKENS = 65536
 """From a sequence of this length on tiles are weighed against whole sequences where both fit: what a layer keeps by tiles is
@@ -32,44 +32,46 @@ def layers_run(runtime: StreamingRuntime, samples: int | None, token_tile: int) 
 
 class WayChoice:
     """Chooses how the layers of one step on so many ``samples`` run, as far as ``micro_batch_size`` and ``token_tile`` of the
-    settings leave a choice. The runtime is left as it was. ``outline`` makes the outline of the step as the runtime would run
-    it now; ``search`` is for the placement of one."""
+    settings leave a choice. The runtime is left as it was. ``step_profile`` makes the profile of the step as the runtime would
+    run it now; ``search`` searches for a placement by such a profile."""
 
     def __init__(
         self,
         runtime: StreamingRuntime,
         config: MegatrainConfig,
         samples: int,
-        outline: Callable[[], StepOutline],
-        search: Callable[[StepOutline], PlacementSearch],
+        step_profile: Callable[[], StepProfile],
+        search: Callable[[StepProfile], PlacementSearch],
     ) -> None:
-        self._runtime, self.outline, self._search = runtime, outline, search
+        self._runtime, self.step_profile, self._search = runtime, step_profile, search
         asked = runtime.batch_cut.asked
         self._samples = samples if asked is None else min(samples, asked)
         self._tile = None if config.token_tile == "auto" else int(config.token_tile)
         self._may_cut = may_cut(runtime, config)
 
-    def best(self) -> tuple[StepOutline, Candidate | None]:
-        """The outline of the fastest way that fits, and the fastest placement by it; where none does, the outline of the way
+    def best(self) -> tuple[StepProfile, Candidate | None]:
+        """The profile of the fastest way that fits, and the fastest placement by it; where none does, the profile of the way
         that takes the least memory, and None."""
         whole, by_whole = self._fastest(self._tile or 0)
         is_short = all(profile.length < LONG_TOKENS for profile in whole.profiles.values())
         if self._tile is not None or (by_whole is not None and is_short):
             return whole, by_whole
 
-        def costs(found: tuple[StepOutline, Candidate | None]) -> tuple[bool, float]:
-            outline, candidate = found
-            return candidate is None, outline.largest_layer_bytes if candidate is None else candidate.time.seconds
+        def costs(found: tuple[StepProfile, Candidate | None]) -> tuple[bool, float]:
+            step_profile, candidate = found
+            return candidate is None, step_profile.largest_layer_bytes if candidate is None else candidate.time.seconds
 
         return min((whole, by_whole), self._fastest(AUTO_TILE_TOKENS), key=costs)
 
-    def measured(self, outline: StepOutline, measure: Callable[[StepOutline], StepOutline]) -> tuple[StepOutline, StepOutline]:
-        """Measures a step by the way of ``outline``, or, where that turns out not to fit, by the next that takes less memory:
+    def measured(
+        self, step_profile: StepProfile, measure: Callable[[StepProfile], StepProfile]
+    ) -> tuple[StepProfile, StepProfile]:
+        """Measures a step by the way of ``step_profile``, or, where that doesn't fit, by the next that takes less memory:
         kernels have workspaces that a run without data doesn't see (of attention's backward several times the hidden states).
-        Returns the outline and what was measured of it; raises a ``torch.OutOfMemoryError`` where a layer fits by no way."""
-        found: tuple[StepOutline, StepOutline] | None = None
+        Returns the profile and what was measured of it; raises a ``torch.OutOfMemoryError`` where a layer fits by no way."""
+        found: tuple[StepProfile, StepProfile] | None = None
         error = torch.OutOfMemoryError()
-        for leaner in self._ever_leaner(outline):
+        for leaner in self._ever_leaner(step_profile):
             try:
                 with layers_run(self._runtime, leaner.samples, leaner.token_tile):
                     found = leaner, measure(leaner)
@@ -81,42 +83,42 @@ class WayChoice:
             raise error
         return found
 
-    def _outlined(self, samples: int | None, tile_tokens: int) -> StepOutline:
+    def _profiled(self, samples: int | None, tile_tokens: int) -> StepProfile:
         with layers_run(self._runtime, samples, tile_tokens):
-            return self.outline()
+            return self.step_profile()
 
-    def _fastest(self, tile_tokens: int) -> tuple[StepOutline, Candidate | None]:
+    def _fastest(self, tile_tokens: int) -> tuple[StepProfile, Candidate | None]:
         """The whole batch if that fits, else the largest pieces that do, and the best placement; else the smallest pieces."""
-        for found in self._whole_and_in_pieces(self._outlined(None, tile_tokens)):
+        for found in self._whole_and_in_pieces(self._profiled(None, tile_tokens)):
             best = self._search(found).best()
             if best is not None:
                 break
         return found, best
 
-    def _whole_and_in_pieces(self, outline: StepOutline) -> Iterator[StepOutline]:
+    def _whole_and_in_pieces(self, step_profile: StepProfile) -> Iterator[StepProfile]:
         """The step itself, then in pieces of half as many samples, of a quarter and so on, while that takes less memory."""
-        yield outline
-        samples = outline.samples or self._samples
+        yield step_profile
+        samples = step_profile.samples or self._samples
         while self._may_cut and samples > 1:
             samples = -(-samples // 2)
             try:
-                pieces = self._outlined(samples, outline.token_tile)
-            except Exception:  # a batch that can't be cut: the whole one has been outlined
+                pieces = self._profiled(samples, step_profile.token_tile)
+            except Exception:  # a batch that can't be cut: the whole one has been profiled
                 return
-            if pieces.largest_layer_bytes >= outline.largest_layer_bytes:
+            if pieces.largest_layer_bytes >= step_profile.largest_layer_bytes:
                 return
-            outline = pieces
+            step_profile = pieces
             yield pieces
 
-    def _ever_leaner(self, outline: StepOutline) -> Iterator[StepOutline]:
-        """The outline itself, then those of other ways, each of which takes less memory than all before."""
+    def _ever_leaner(self, step_profile: StepProfile) -> Iterator[StepProfile]:
+        """The profile itself, then those of other ways, each of which takes less memory than all before."""
         least_bytes = 0
-        for leaner in self._whole_and_in_pieces(outline):
+        for leaner in self._whole_and_in_pieces(step_profile):
             least_bytes = leaner.largest_layer_bytes
             yield leaner
-        if self._tile is None and not outline.token_tile:
+        if self._tile is None and not step_profile.token_tile:
             # Tiles take as much where no part is longer than a tile, or none is token-wise; and they aren't compiled.
-            for leaner in self._whole_and_in_pieces(self._outlined(None, AUTO_TILE_TOKENS)):
+            for leaner in self._whole_and_in_pieces(self._profiled(None, AUTO_TILE_TOKENS)):
                 if leaner.largest_layer_bytes < least_bytes:
                     yield leaner
 

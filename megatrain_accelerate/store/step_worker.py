@@ -1,4 +1,4 @@
-"""The host thread that runs optimizer work in order, and the tickets by which others wait for it."""
+"""The host thread that runs optimizer work in order, and the futures by which others wait for it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatrain_accelerate.errors import StepWorkerError
 _IDLE_SECONDS = 0.01
 
 
-class Ticket:
-    """A claim on one piece of submitted work."""
+class Future:
+    """What others wait on for one submitted task."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -51,13 +51,13 @@ class StepWorker:
     queued is run, and every waiter gets the first cause: nobody may build upon half a step."""
 
     def __init__(self, name: str = "megatrain-step-worker") -> None:
-        self._queue: queue.SimpleQueue[tuple[Ticket, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Future, Callable[[], None]] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._closed = False
-        self._last_ticket = Ticket("nothing")
-        self._last_ticket.finish()
+        self._last_future = Future("nothing")
+        self._last_future.finish()
         self.on_work_done: Callable[[str, int, int], None] | None = None
-        """Called by the thread with the name of each piece of work, its begin and its end (``perf_counter_ns``)."""
+        """Called by the thread with the name of each task, its begin and its end (``perf_counter_ns``)."""
         self._when_idle: Callable[[], None] | None = None
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
@@ -75,14 +75,14 @@ class StepWorker:
                     continue
                 if item is None:
                     return
-                ticket, work = item
+                future, work = item
                 if self._failure is None:
                     start_ns = time.perf_counter_ns()
                     self._do(work)
                     if (observer := self.on_work_done) is not None:
-                        observer(ticket.name, start_ns, time.perf_counter_ns())
-                ticket.finish(self._failure)
-                del item, ticket, work  # a closure may hold device memory
+                        observer(future.name, start_ns, time.perf_counter_ns())
+                future.finish(self._failure)
+                del item, future, work  # a closure may hold device memory
 
     def _do(self, work: Callable[[], None]) -> None:
         try:
@@ -95,22 +95,22 @@ class StepWorker:
         called before is under way when this returns. None ends that."""
         self._when_idle = when_idle
         if not self._closed:  # else the thread has nothing to call, and wakes up no more
-            ticket = Ticket("a watch")
-            self._queue.put((ticket, lambda: None))
-            ticket.wait_until_over()
+            future = Future("a watch")
+            self._queue.put((future, lambda: None))
+            future.wait_until_over()
 
     @property
     def is_idle(self) -> bool:
-        return self._last_ticket.is_done
+        return self._last_future.is_done
 
-    def submit(self, name: str, work: Callable[[], None]) -> Ticket:
+    def submit(self, name: str, work: Callable[[], None]) -> Future:
         """Queues ``work`` behind everything before; raises ``StepWorkerError`` where that failed or the worker is closed."""
         self.raise_if_failed()
         if self._closed:
             raise StepWorkerError(f"the host optimizer's thread was closed; {name!r} can't be run")
-        self._last_ticket = ticket = Ticket(name)
-        self._queue.put((ticket, work))
-        return ticket
+        self._last_future = future = Future(name)
+        self._queue.put((future, work))
+        return future
 
     def fail(self, cause: BaseException) -> None:
         """Notes a failure, in the thread or outside it; the first one counts."""
@@ -120,13 +120,13 @@ class StepWorker:
     def raise_if_failed(self) -> None:
         """Raises ``StepWorkerError`` if work failed, with the original exception as ``__cause__``."""
         if self._failure is not None:
-            ticket = Ticket("the next step")
-            ticket.finish(self._failure)
-            ticket.wait()
+            future = Future("the next step")
+            future.finish(self._failure)
+            future.wait()
 
     def drain(self) -> None:
         """Blocks until everything submitted is over; raises as :meth:`raise_if_failed`."""
-        self._last_ticket.wait()
+        self._last_future.wait()
         self.raise_if_failed()
 
     def close(self) -> None:

@@ -260,20 +260,20 @@ class HostUnit:
     def is_on_device(self) -> bool:
         return self.device is not None
 
-    def pieces(self, of_slot: BytesOf) -> list[tuple[torch.Tensor, ...]]:
+    def copies(self, of_slot: BytesOf) -> list[tuple[torch.Tensor, ...]]:
         """What copies to a slot move: the flat weights, uint8, and their place there."""
         return [(self.weights, of_slot(0, self.layout.weight_bytes))]
 
-    def pieces_of_part(self, part: slice, buffer: torch.Tensor) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
-        """As :meth:`pieces` of a part of the weights in bytes, to a flat buffer, and how many of these come from the host:
+    def copies_of_part(self, part: slice, buffer: torch.Tensor) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
+        """As :meth:`copies` of a part of the weights in bytes, to a flat buffer, and how many of these come from the host:
         those that don't lie on the device, with the states of this process's share."""
-        pieces, there = [], slice(part.start, part.start)
+        copies, there = [], slice(part.start, part.start)
         if self.device_states is not None and (found := self.device_states.weights_of(part)) is not None:
             there, weights = found
-            pieces = [(weights, buffer[there])]
+            copies = [(weights, buffer[there])]
         of_host = [at for at in (slice(part.start, there.start), slice(there.stop, part.stop)) if at.start < at.stop]
-        pieces += [(self.weights[at], buffer[at]) for at in of_host]
-        return pieces, sum(at.stop - at.start for at in of_host)
+        copies += [(self.weights[at], buffer[at]) for at in of_host]
+        return copies, sum(at.stop - at.start for at in of_host)
 
     def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a parameter's tensor, or of a gradient's, that this process steps: all of it unless it is shared."""
@@ -377,7 +377,7 @@ class UnitRange:
     def register_weights(self) -> None:
         self.whole.register_weights()
 
-    def pieces(self, of_slot: BytesOf) -> list[tuple[torch.Tensor, ...]]:
+    def copies(self, of_slot: BytesOf) -> list[tuple[torch.Tensor, ...]]:
         """As those of the whole unit, one for each parameter."""
         return [(self.whole.weights[run.in_unit], of_slot(run.in_slot.start, run.in_slot.stop)) for run in self._runs]
 

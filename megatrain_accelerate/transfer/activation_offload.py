@@ -39,9 +39,9 @@ class _Arrival:
     is_waited_for: bool = False
 
 
-class _Parcel:
+class _OffloadedStorage:
     """One storage, over which ``source`` is a tensor, on its way to the host (written by the d2h stream) and back (by the h2d
-    stream). Owner: the :class:`ParcelPlace` objects that autograd holds in the place of tensors; with the last of them it
+    stream). Owner: the :class:`OffloadedTensor` objects that autograd holds in the place of tensors; with the last of them it
     gives its host memory back."""
 
     def __init__(self, source: torch.Tensor, label: str, offloader: ActivationOffloader) -> None:
@@ -77,15 +77,15 @@ class _Parcel:
 
 
 @dataclasses.dataclass(frozen=True)
-class ParcelPlace:
-    """What autograd holds instead of a tensor that went to the host: the parcel, and the tensor's view of its storage."""
+class OffloadedTensor:
+    """What autograd holds instead of a tensor that went to the host: the storage, and the tensor's view of it."""
 
-    parcel: _Parcel
+    saved: _OffloadedStorage
     place: Place
 
     def tensor(self) -> torch.Tensor:
         """The tensor, on the device again. Raises what :meth:`ActivationOffloader.on_device` does."""
-        storage, (dtype, shape, stride, offset) = self.parcel.offloader.on_device(self.parcel), self.place
+        storage, (dtype, shape, stride, offset) = self.saved.offloader.on_device(self.saved), self.place
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
@@ -98,11 +98,11 @@ class Recording:
         self._offloader = offloader
         self._stay = {tensor.untyped_storage().data_ptr() for tensor in stay}
         # Held until the run is issued: the address of a storage names it only as long as it lives.
-        self._open: dict[tuple[int, int], _Parcel] | None = {}
-        self.parcels: weakref.WeakValueDictionary[tuple[int, int], _Parcel] = weakref.WeakValueDictionary()
+        self._open: dict[tuple[int, int], _OffloadedStorage] | None = {}
+        self.storages: weakref.WeakValueDictionary[tuple[int, int], _OffloadedStorage] = weakref.WeakValueDictionary()
         """Once sealed, those that backward still needs."""
 
-    def place(self, tensor: torch.Tensor) -> ParcelPlace | None:
+    def place(self, tensor: torch.Tensor) -> OffloadedTensor | None:
         """A place for a tensor that is to leave the device, or None for one that stays."""
         if (
             self._open is None
@@ -117,27 +117,27 @@ class Recording:
         if storage.nbytes() < MIN_OFFLOADED_BYTES or storage.data_ptr() in self._stay:
             return None
         if (key := (storage.data_ptr(), tensor._version)) not in self._open:
-            self._open[key] = _Parcel(tensor.detach(), self.label, self._offloader)
+            self._open[key] = _OffloadedStorage(tensor.detach(), self.label, self._offloader)
         place = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
-        return ParcelPlace(self._open[key], place)
+        return OffloadedTensor(self._open[key], place)
 
-    def seal(self) -> list[_Parcel]:
-        """Ends the recording; returns its parcels, which only their places hold from now on."""
+    def seal(self) -> list[_OffloadedStorage]:
+        """Ends the recording; returns its storages, which only autograd holds from now on."""
         assert self._open is not None
-        self.parcels.update(self._open)
-        parcels, self._open = list(self._open.values()), None
-        return parcels
+        self.storages.update(self._open)
+        storages, self._open = list(self._open.values()), None
+        return storages
 
 
 @dataclasses.dataclass
-class _Departure:
+class _CopyOut:
     """Copies out of a run that were issued, with what must stay on the device until they are over."""
 
     run: int
     tape: Tape
     position: int
     copied_event: Any
-    parcels: list[_Parcel]
+    storages: list[_OffloadedStorage]
 
 
 class ActivationOffloader:
@@ -157,7 +157,7 @@ class ActivationOffloader:
         """Runs of layers from one that is recorded to the next (``Placement.offload_spacing``)."""
         self._streams, self._meter = meter.streams, meter
         self._run = 0
-        self.leaving: list[_Departure] = []
+        self.leaving: list[_CopyOut] = []
         self._recordings: weakref.WeakKeyDictionary[Tape, dict[int, list[tuple[int, Recording]]]] = weakref.WeakKeyDictionary()
 
     def run_begins(self) -> None:
@@ -169,17 +169,17 @@ class ActivationOffloader:
         """A backward ended: all device memory whose copy was issued is given up."""
         self.give_up(list(self.leaving))
 
-    def give_up(self, departures: Iterable[_Departure]) -> None:
+    def give_up(self, copies_out: Iterable[_CopyOut]) -> None:
         """Gives up the device's memory of what has left, and of strays."""
         while self.strays:
             self.wait_for(self.strays[0][0])
             self.strays.popleft()
-        for departure in departures:
-            self.leaving.remove(departure)
+        for copy_out in copies_out:
+            self.leaving.remove(copy_out)
             # WAR: the copy out must be over before the allocator hands the memory to other kernels.
-            self._meter.compute_waits_for(departure.copied_event, Cause.D2H)
-            for parcel in departure.parcels:
-                parcel.leave_device()
+            self._meter.compute_waits_for(copy_out.copied_event, Cause.D2H)
+            for saved in copy_out.storages:
+                saved.leave_device()
 
     def wait_for(self, arrival: _Arrival) -> None:
         """The compute stream waits until a copy from the host is over."""
@@ -191,24 +191,24 @@ class ActivationOffloader:
     def send(self, recording: Recording, tape: Tape, position: int, run: int = EVERY_RUN) -> None:
         """Issues the copies of what was recorded in a run whose kernels were all issued; a HostMemoryError without room.
         Backward asks for it by the call's place on its forward pass and the number of the run, in forward order."""
-        parcels = recording.seal()
+        storages = recording.seal()
         self._recordings.setdefault(tape, {}).setdefault(position, []).append((run, recording))
-        if not parcels:
+        if not storages:
             return
         made_event, copied_event = self._streams.event(), self._streams.event()
-        for parcel in parcels:
-            parcel.block, parcel.last_copy_event = self.pool.take(parcel.size_bytes), copied_event
+        for saved in storages:
+            saved.block, saved.last_copy_event = self.pool.take(saved.size_bytes), copied_event
         made_event.record(self._streams.compute_stream)
         d2h_stream = self._streams.d2h_stream
         with self._streams.on(d2h_stream), named_range(f"megatrain::offload_activations ({recording.label})"):
             # RAW: the copies must see the finished activations.
             d2h_stream.wait_event(made_event)
-            for parcel in parcels:
-                assert parcel.on_device is not None
-                self.copy(parcel.block, parcel.on_device, to_host=True)
+            for saved in storages:
+                assert saved.on_device is not None
+                self.copy(saved.block, saved.on_device, to_host=True)
             copied_event.record(d2h_stream)
-        self.leaving.append(_Departure(self._run, tape, position, copied_event, parcels))
-        self._meter.counters.d2h_bytes += sum(parcel.size_bytes for parcel in parcels)
+        self.leaving.append(_CopyOut(self._run, tape, position, copied_event, storages))
+        self._meter.counters.d2h_bytes += sum(saved.size_bytes for saved in storages)
 
     def bring_back(self, tape: Tape, position: int, run: int) -> None:
         """Starts the copies back for one run of a call (see :meth:`send`), and for what backward comes to next."""
@@ -222,28 +222,28 @@ class ActivationOffloader:
             runs[1:] = [(before, max((number for number, _ in calls.get(before, [])), default=0)) for before in near[-2::-1]]
         wanted = [at for place, number in runs for run_of, at in calls.get(place, []) if run_of in (number, EVERY_RUN)]
         for recording in wanted:
-            if away := [parcel for parcel in recording.parcels.values() if parcel.on_device is None]:
+            if away := [saved for saved in recording.storages.values() if saved.on_device is None]:
                 with named_range(f"megatrain::bring_back_activations ({recording.label})"):
                     self._bring_back(away)
 
-    def on_device(self, parcel: _Parcel) -> torch.UntypedStorage:
-        """The parcel's storage, usable by kernels issued from now on. An UnsupportedError if it was written to since."""
-        parcel.look_for_writes()
-        if parcel.was_written:
+    def on_device(self, saved: _OffloadedStorage) -> torch.UntypedStorage:
+        """The storage, usable by kernels issued from now on. An UnsupportedError if it was written to since."""
+        saved.look_for_writes()
+        if saved.was_written:
             raise UnsupportedError(
-                f"something that layer {parcel.label} needs in backward was written to in place after it was computed; leave "
+                f"something that layer {saved.label} needs in backward was written to in place after it was computed; leave "
                 "the layers' inputs and outputs as they are, or set megatrain_config.placement.offloaded_layers to 0 and "
                 "placement.offloaded_inputs to false"
             )
-        if parcel.on_device is None:
-            self._bring_back([parcel])
-        if parcel.arrival is not None:
-            self.wait_for(parcel.arrival)
-        assert parcel.on_device is not None
-        return parcel.on_device
+        if saved.on_device is None:
+            self._bring_back([saved])
+        if saved.arrival is not None:
+            self.wait_for(saved.arrival)
+        assert saved.on_device is not None
+        return saved.on_device
 
-    def _bring_back(self, parcels: list[_Parcel]) -> None:
-        storages = [torch.empty(p.size_bytes, dtype=torch.uint8, device=self.device).untyped_storage() for p in parcels]
+    def _bring_back(self, storages: list[_OffloadedStorage]) -> None:
+        memories = [torch.empty(p.size_bytes, dtype=torch.uint8, device=self.device).untyped_storage() for p in storages]
         allocated_event, arrived_event = self._streams.event(), self._streams.event()
         allocated_event.record(self._streams.compute_stream)
         h2d_stream = self._streams.h2d_stream
@@ -252,13 +252,13 @@ class ActivationOffloader:
             # WAR: kernels issued earlier may still use the memory that the allocator hands out again.
             h2d_stream.wait_event(allocated_event)
             # RAW: the copies out may still write the host memory.
-            for copied_event in {id(p.last_copy_event): p.last_copy_event for p in parcels}.values():
+            for copied_event in {id(p.last_copy_event): p.last_copy_event for p in storages}.values():
                 h2d_stream.wait_event(copied_event)
-            for parcel, storage in zip(parcels, storages, strict=True):
-                parcel.on_device, parcel.arrival, parcel.last_copy_event = storage, arrival, arrived_event
-                self.copy(parcel.block, storage, to_host=False)
+            for saved, memory in zip(storages, memories, strict=True):
+                saved.on_device, saved.arrival, saved.last_copy_event = memory, arrival, arrived_event
+                self.copy(saved.block, memory, to_host=False)
             arrived_event.record(h2d_stream)
-        self._meter.counters.h2d_bytes += sum(parcel.size_bytes for parcel in parcels)
+        self._meter.counters.h2d_bytes += sum(saved.size_bytes for saved in storages)
 
     def copy(self, block: HostBlock, storage: torch.UntypedStorage, to_host: bool) -> None:
         """Issues the copies between a block on the host and memory on the device."""
@@ -282,7 +282,7 @@ def inputs_offloaded(
     recording = Recording(offloader, label, [tensor for tensor in tensors if not tensor.requires_grad])
     with saved_tensors_hooks(
         lambda tensor: recording.place(tensor) or tensor,
-        lambda packed: packed.tensor() if isinstance(packed, ParcelPlace) else packed,
+        lambda packed: packed.tensor() if isinstance(packed, OffloadedTensor) else packed,
     ):
         yield
     offloader.send(recording, tape, position)

@@ -60,9 +60,9 @@ class Gather:
         ``stream``, which is current."""
         size_bytes, ranks = unit.layout.weight_bytes, self._ranks
         own_part = part_of(size_bytes, ranks.rank, ranks.size)
-        pieces, copied_bytes = unit.pieces_of_part(own_part, buffer)
+        copies, copied_bytes = unit.copies_of_part(own_part, buffer)
         with meter.copying(Cause.H2D, copied_bytes):
-            for source, target in pieces:
+            for source, target in copies:
                 target.copy_(source, non_blocking=True)
         if unit.device_states is not None:
             unit.device_states.read_event.record(stream)

@@ -18,7 +18,7 @@ import torch
 from torch.profiler import record_function
 
 from megatrain_accelerate.store.shared_store import StepOfAll
-from megatrain_accelerate.store.step_worker import Ticket
+from megatrain_accelerate.store.step_worker import Future
 from megatrain_accelerate.transfer.streams import Streams
 
 _NO_RANGE = contextlib.nullcontext()
@@ -82,10 +82,10 @@ class UpdateGate:
     """What readers of a memory wait for while the step worker uses it. That of a unit in ``parts`` is open if theirs are."""
 
     def __init__(self, parts: Sequence[UpdateGate] = ()) -> None:
-        self._steps: Sequence[Ticket | StepOfAll] = ()
+        self._steps: Sequence[Future | StepOfAll] = ()
         self._parts = parts
 
-    def close_until(self, *steps: Ticket | StepOfAll) -> None:
+    def close_until(self, *steps: Future | StepOfAll) -> None:
         self._steps = steps
         for part in self._parts:
             part.close_until(*steps)

@@ -313,7 +313,7 @@ class Prefetcher:
                 self.gather.fetch(unit, slot.buffer, layer.name, self._meter, h2d_stream)
             else:
                 with self._meter.copying(Cause.H2D, unit.layout.weight_bytes):
-                    for source, target in unit.pieces(slot.bytes_of):
+                    for source, target in unit.copies(slot.bytes_of):
                         target.copy_(source, non_blocking=True)
             slot.params_copied_event.record(h2d_stream)
         self._last_copied_event = slot.params_copied_event

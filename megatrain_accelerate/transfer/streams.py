@@ -88,14 +88,14 @@ class _Slot:
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self._views: dict[int, list[torch.Tensor]] = {}
-        self._pieces: dict[tuple[int, int], torch.Tensor] = {}
+        self._ranges: dict[tuple[int, int], torch.Tensor] = {}
 
     def bytes_of(self, begin: int, end: int) -> torch.Tensor:
         """A part of the buffer. Made once for each."""
-        if (begin, end) not in self._pieces:
+        if (begin, end) not in self._ranges:
             with torch.inference_mode(False):
-                self._pieces[begin, end] = self.buffer[begin:end].data
-        return self._pieces[begin, end]
+                self._ranges[begin, end] = self.buffer[begin:end].data
+        return self._ranges[begin, end]
 
     def views(self, layout: FlatLayout) -> list[torch.Tensor]:
         """The buffer as the layout's tensors, in entry order. Made once for each layout."""

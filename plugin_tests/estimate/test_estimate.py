@@ -31,11 +31,11 @@ from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
 from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.loss.products import standing_for_a_gpu
 from megatrain_accelerate.plan import step_ways
+from megatrain_accelerate.plan.fake_step import profile_step
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.placement_search import PlacementSearch
 from megatrain_accelerate.plan.step_memory import OpCosts
-from megatrain_accelerate.plan.step_outline import outline_step
-from megatrain_accelerate.plan.step_profile import LayerProfile, SavedInForward, StepOutline
+from megatrain_accelerate.plan.step_profile import LayerProfile, SavedInForward, StepProfile
 from megatrain_accelerate.units import GIB, MIB
 
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
@@ -55,8 +55,8 @@ def test_the_engine_without_memory_has_the_sizes_of_the_real_one(micro_batches: 
     real.device_plan.micro_batches = micro_batches
     meta = ForecastPlan(MetaEngine(meta_model(), MegatrainConfig(), machine_with(MACHINE)), MegatrainConfig(), micro_batches)
     assert meta.model_sizes() == real.device_plan.model_sizes()
-    outline = StepOutline((), 0, OpCosts(), {}, samples=2)
-    assert meta.budget.fixed_bytes_by_kind(outline) == real.device_plan.budget.fixed_bytes_by_kind(outline)
+    step_profile = StepProfile((), 0, OpCosts(), {}, samples=2)
+    assert meta.budget.fixed_bytes_by_kind(step_profile) == real.device_plan.budget.fixed_bytes_by_kind(step_profile)
 
 
 @pytest.mark.parametrize("moments_dtype", ["fp32", "bf16", "int8"])
@@ -93,15 +93,15 @@ def test_nothing_that_is_placed_moves() -> None:
     assert found.fits
 
 
-# ---------------------------------------------------------------- outlines
+# ---------------------------------------------------------------- step profiles
 
 
-def test_every_call_of_an_outline_has_a_profile_with_times() -> None:
-    outline, _ = forecaster().fastest(2, 64)
-    assert {event.kind for event in outline.events} == set(outline.profiles)
-    assert all(profile.forward_seconds and profile.backward_seconds for profile in outline.profiles.values())
-    assert outline.outside_seconds
-    assert outline.outside_seconds > 0
+def test_every_call_of_an_profile_has_a_profile_with_times() -> None:
+    step_profile, _ = forecaster().fastest(2, 64)
+    assert {event.kind for event in step_profile.events} == set(step_profile.profiles)
+    assert all(profile.forward_seconds and profile.backward_seconds for profile in step_profile.profiles.values())
+    assert step_profile.outside_seconds
+    assert step_profile.outside_seconds > 0
 
 
 def test_pieces_of_a_batch_take_less_memory_and_no_less_time() -> None:
@@ -132,7 +132,7 @@ def test_sequences_of_a_batch_run_by_tiles_together(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(forecast_module, "AUTO_TILE_TOKENS", 256)
     monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 256)
     found = forecaster(compile_layers=False)
-    whole = found._outline(64, length)
+    whole = found._step_profile(64, length)
     least_of_whole = found.plan.fixed_bytes(whole) + found.plan.search_for(whole).leanest().peak_bytes
     assert found.least_gpu_bytes(64, length) < least_of_whole
 
@@ -151,12 +151,12 @@ def of_experts(records_routing: bool, **settings: object) -> Forecaster:
 
 
 def layer_of_experts(batch: int, records_routing: bool = True, **settings: object) -> LayerProfile:
-    (profile,) = of_experts(records_routing, **settings)._outline(batch, 64).profiles.values()
+    (profile,) = of_experts(records_routing, **settings)._step_profile(batch, 64).profiles.values()
     return profile
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_layer_whose_router_is_recorded_is_reckoned_compiled_if_the_hook_is_known(
+def test_a_layer_whose_router_is_recorded_is_estimated_compiled_if_the_hook_is_known(
     known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not known:  # as one of a later transformers that has another name
@@ -185,7 +185,7 @@ def counted(batch: int = 2, length: int = 128, **shape: int) -> tuple[LayerProfi
         return profile
 
     with standing_for_a_gpu():
-        outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, torch.device("cpu"), note)
+        profile_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, torch.device("cpu"), note)
     return found[0]
 
 
@@ -209,7 +209,7 @@ def test_a_recompute_is_counted_without_the_last_product() -> None:
     assert 0 < saved.costs.traffic_bytes < profile.forward.traffic_bytes
 
 
-def test_a_layer_is_reckoned_to_keep_what_a_compiled_one_saves() -> None:
+def test_a_layer_is_estimated_to_keep_what_a_compiled_one_saves() -> None:
     profile, saved = counted()
     kept_bytes = with_times(profile, saved, True, MACHINE).kept_bytes
     model = tiny_model(**SHAPE).to(torch.bfloat16).train()
@@ -389,10 +389,10 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 def test_the_search_is_the_plans_own() -> None:
     found = forecaster()
-    outline, _ = found.fastest(2, 64)
-    budget = found.plan.budget.whole_bytes() - found.plan.fixed_bytes(outline)
+    step_profile, _ = found.fastest(2, 64)
+    budget = found.plan.budget.whole_bytes() - found.plan.fixed_bytes(step_profile)
     search = PlacementSearch(
-        outline,
+        step_profile,
         found.plan.model_sizes(),
         MACHINE,
         budget,

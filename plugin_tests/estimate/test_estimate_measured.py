@@ -238,8 +238,8 @@ def test_a_measured_training_is_predicted_whose_recomputes_leave_out_the_last_pr
 
 def test_a_measured_layer_and_loss_are_predicted() -> None:
     forecaster = Forecaster(empty_model(shape_config("3b", 4096)), MegatrainConfig(), machine_with(H200, 125 * GIB, 125 * GIB))
-    outline, _ = forecaster.fastest(2, 4096)
-    (profile,) = outline.profiles.values()
+    step_profile, _ = forecaster.fastest(2, 4096)
+    (profile,) = step_profile.profiles.values()
     assert profile.forward_seconds == pytest.approx(2.34e-3, rel=0.05)
     assert profile.backward_seconds == pytest.approx(4.95e-3, rel=0.05)
-    assert outline.outside_seconds == pytest.approx(47.9e-3, rel=0.05)
+    assert step_profile.outside_seconds == pytest.approx(47.9e-3, rel=0.05)

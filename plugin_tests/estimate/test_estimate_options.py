@@ -100,12 +100,12 @@ def test_a_step_that_hides_under_nothing_is_not_estimated_as_one_that_does() -> 
         Estimate(parsed("--gpu", "H200", "--set", "step_schedule=serial"))
 
 
-def test_speeds_that_options_name_are_not_said_to_be_reckoned() -> None:
+def test_speeds_that_options_name_are_not_said_to_be_estimated() -> None:
     def notes(**speeds: float) -> str:
         return "\n".join(described(machine_options(gpu="H200", **speeds)).notes)  # type: ignore[arg-type]
 
-    assert "speeds that no option names are reckoned" in notes(dense_flops=6e14)
-    assert "host step reckoned from 16 cores" in notes()
+    assert "speeds that no option names are estimated" in notes(dense_flops=6e14)
+    assert "host step estimated from 16 cores" in notes()
     assert notes(dense_flops=6e14, device_bytes=3e12, link_bytes=4e10, host_step_parameters=5e9) == ""
     unknown = machine_options(dense_flops=1e14, gpu_memory_bytes=GIB, device_bytes=1e12, link_bytes=2e10)
     assert not any("public figures" in note for note in described(unknown).notes)

@@ -91,11 +91,11 @@ def test_the_race_tests_see_a_missing_wait(
     def use_at_once(self: Any, arrival: Any) -> None:
         arrival.is_waited_for = True
 
-    def give_up_at_once(self: Any, departures: Any) -> None:
-        for departure in departures:
-            self.leaving.remove(departure)
-            for parcel in departure.parcels:
-                parcel.leave_device()
+    def give_up_at_once(self: Any, copies_out: Any) -> None:
+        for copy_out in copies_out:
+            self.leaving.remove(copy_out)
+            for saved in copy_out.storages:
+                saved.leave_device()
 
     monkeypatch.setattr(ActivationOffloader, "copy", copy_and_hold)
     monkeypatch.setattr(ActivationOffloader, missing, use_at_once if missing == "wait_for" else give_up_at_once)

@@ -16,7 +16,7 @@ from torch._inductor.utils import fresh_cache
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.layers import compiled_layer
 from megatrain_accelerate.plan import layer_measurement
-from megatrain_accelerate.plan.step_outline import outline_step
+from megatrain_accelerate.plan.fake_step import profile_step
 from megatrain_accelerate.units import GIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -93,10 +93,10 @@ def test_a_backward_that_recomputes_is_measured_with_what_it_makes() -> None:
     )
     ids = token_batches(1, batch=4, length=2048, seed=1)[0].cuda()
     batch = {"input_ids": ids, "labels": ids}
-    outline = layer_measurement.measure_layers(
-        model, engine.runtime, batch, outline_step(model, engine.runtime, batch, ids.device), budget_bytes=0
+    step_profile = layer_measurement.measure_layers(
+        model, engine.runtime, batch, profile_step(model, engine.runtime, batch, ids.device), budget_bytes=0
     )
-    for profile in outline.profiles.values():
+    for profile in step_profile.profiles.values():
         assert profile.recompute_seconds is not None
         # Activations that were recomputed are alive in backward.
         assert profile.recomputed_bytes > profile.kept_backward_bytes
@@ -149,8 +149,8 @@ def test_kernels_are_chosen_without_copies_in_host_memory(monkeypatch: pytest.Mo
     ids = token_batches(1, 8, 1024)[0].cuda()
     with fresh_cache():  # what was chosen before isn't tried again
         batch = {"input_ids": ids, "labels": ids}
-        outline = outline_step(model, engine.runtime, batch, ids.device)
-        layer_measurement.measure_layers(model, engine.runtime, batch, outline, budget_bytes=0)
+        step_profile = profile_step(model, engine.runtime, batch, ids.device)
+        layer_measurement.measure_layers(model, engine.runtime, batch, step_profile, budget_bytes=0)
     assert rooms
     assert not any(copied)
     # Of copies that would raise the peak: by itself this small step leaves less room below its peak.

@@ -100,9 +100,9 @@ def test_planning_leaves_nothing_behind_where_layers_cannot_be_compiled(monkeypa
         ids = token_batches(1, batch=4, length=512)[0].cuda()
         gc.collect()
         before = torch.cuda.memory_allocated(GPU)
-        outline = engine.device_plan.foresee(model, {"input_ids": ids, "labels": ids})
-        assert all(profile.forward_seconds is not None for profile in outline.profiles.values()), "it is measured"
-        assert all(profile.recompute_seconds is None for profile in outline.profiles.values()), "it is a forward"
+        step_profile = engine.device_plan.foresee(model, {"input_ids": ids, "labels": ids})
+        assert all(profile.forward_seconds is not None for profile in step_profile.profiles.values()), "it is measured"
+        assert all(profile.recompute_seconds is None for profile in step_profile.profiles.values()), "it is a forward"
         gc.collect()
         left.append(torch.cuda.memory_allocated(GPU) - before)
         engine.close()

@@ -205,13 +205,13 @@ def test_every_kind_of_call_and_the_loss_are_measured_and_nothing_is_left_behind
     engine = attach(model, device="cuda", device_layers=None)
     ids = token_batches(1, batch=4, length=256)[0].cuda()
     before = torch.cuda.memory_allocated()
-    outline = engine.device_plan.foresee(model, {"input_ids": ids, "labels": ids})
-    assert len(outline.profiles) == 2
-    for profile in outline.profiles.values():
+    step_profile = engine.device_plan.foresee(model, {"input_ids": ids, "labels": ids})
+    assert len(step_profile.profiles) == 2
+    for profile in step_profile.profiles.values():
         measured = (profile.forward_seconds, profile.kept_forward_seconds, profile.backward_seconds)
         assert all(seconds is not None and 1e-6 < seconds < 1.0 for seconds in measured)
-    assert outline.outside_seconds is not None
-    assert 1e-6 < outline.outside_seconds < 1.0
+    assert step_profile.outside_seconds is not None
+    assert 1e-6 < step_profile.outside_seconds < 1.0
     assert all(parameter.grad is None for parameter in model.parameters())
     gc.collect()
     assert torch.cuda.memory_allocated() - before < 2**20

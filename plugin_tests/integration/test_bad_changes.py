@@ -15,7 +15,7 @@ import megatrain_accelerate
 from megatrain_accelerate.engine import all_engines, engine_of
 from megatrain_accelerate.errors import StateError, UnsupportedError
 
-pytestmark = pytest.mark.usefixtures("active", "outlined_once")
+pytestmark = pytest.mark.usefixtures("active", "profiled_once")
 
 
 @pytest.mark.parametrize("order", ["model_first", "optimizer_first"])

@@ -21,7 +21,7 @@ from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import ConfigError, HostMemoryError, UnsupportedError
 from megatrain_accelerate.units import GIB, MIB
 
-pytestmark = pytest.mark.usefixtures("active", "outlined_once")
+pytestmark = pytest.mark.usefixtures("active", "profiled_once")
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 

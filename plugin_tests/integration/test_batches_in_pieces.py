@@ -14,7 +14,7 @@ from torch import nn
 from trainer_runs import Padding, assert_same_run, ragged_examples, run_trainer, tiny_llama
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 TOLERANCE = 1e-5
 """fp32 sums over samples in another order, through AdamW: its first steps move a weight by lr = 1e-3 whatever the gradient's

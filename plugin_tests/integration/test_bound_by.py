@@ -19,7 +19,7 @@ from megatrain_accelerate.plan.placement import Counts
 from megatrain_accelerate.plan.step_simulation import StepTime
 from megatrain_accelerate.transfer import prefetch
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 KEYS = (
     *(f"gpu_wait_{cause}_ms" for cause in ("h2d", "d2h", "host_step", "backward_end")),

@@ -31,7 +31,7 @@ from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY
 from megatrain_accelerate.units import MIB
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 WITHOUT_THE_PACKAGE = """
 import sys

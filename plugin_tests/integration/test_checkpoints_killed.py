@@ -78,7 +78,7 @@ def die_at_an_operation(folder: Path, number: int | None) -> Iterator[int]:
     return operations
 
 
-def _not_outlined(*_: Any) -> None:
+def _not_profiled(*_: Any) -> None:
     raise UnsupportedError("not in these children")
 
 
@@ -233,7 +233,7 @@ def test_a_kill_while_checkpoints_are_replaced_leaves_each_complete_with_the_fil
 
 if __name__ == "__main__":
     # Without a budget a plan places nothing, and a child would take as long for it as for its steps.
-    device_plan.outline_step = _not_outlined  # type: ignore[assignment]
+    device_plan.profile_step = _not_profiled  # type: ignore[assignment]
     gc.freeze()  # a collection in a child would copy all that it shares with its parent
     again, replaced = (Path(argument) for argument in sys.argv[1:])
     for target in (again, replaced):

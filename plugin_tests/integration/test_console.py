@@ -23,7 +23,7 @@ from torch import nn
 from trainer_runs import TrainerRun, examples, make_arguments, plugin, run_trainer, tiny_llama
 from transformers import Trainer, TrainerCallback, ViTConfig, ViTForImageClassification
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
 def tiny_vit() -> ViTForImageClassification:

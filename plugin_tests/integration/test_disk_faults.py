@@ -30,7 +30,7 @@ from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import DiskError
 from megatrain_accelerate.units import MIB
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 DISK_BYTES = 16 * MIB
 Fill = Callable[[int], None]

@@ -21,12 +21,12 @@ from trainer_runs import plugin
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers
-from megatrain_accelerate.plan.step_outline import outline_step
+from megatrain_accelerate.plan.fake_step import profile_step
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.prefetch import Prefetcher
 
 pytestmark = [
-    pytest.mark.usefixtures("outlined_once"),
+    pytest.mark.usefixtures("profiled_once"),
     pytest.mark.skipif(
         torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
         reason="torch's baseline CPU kernels have no fused multiply-add and round AdamW differently from its others",
@@ -253,8 +253,8 @@ def test_a_step_can_be_planned_for(family: Family) -> None:
         layer.module.register_forward_pre_hook(lambda *_, index=layer.index: called.append(index))
     for seed in (1, 2):  # with video, and without pictures, if there are such
         called.clear()
-        outline = outline_step(model, engine.runtime, family.batch(seed), torch.device("cpu"))
-        expected = [event.layer for event in outline.forward_calls]
+        step_profile = profile_step(model, engine.runtime, family.batch(seed), torch.device("cpu"))
+        expected = [event.layer for event in step_profile.forward_calls]
         with torch.no_grad():
             model(**family.batch(seed))
         # The plan is for the largest step: of BART's layers none is dropped.

@@ -25,7 +25,7 @@ from transformers import (
 from megatrain_accelerate.engine import engine_of
 
 # Keys' biases have no gradient but rounding errors, which Adam makes steps of: AdamW must round alike in both runs.
-pytestmark = pytest.mark.usefixtures("exact_torch_sqrt", "outlined_once")
+pytestmark = pytest.mark.usefixtures("exact_torch_sqrt", "profiled_once")
 EXACT = {"optim": "adamw_torch"}
 LONG = pytest.mark.long
 FAMILIES = {family.name: family for family in OTHERS}

@@ -26,7 +26,7 @@ from transformers import Trainer, TrainerCallback
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import StateError
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
 class AccidentError(Exception):

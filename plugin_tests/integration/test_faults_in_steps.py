@@ -21,7 +21,7 @@ from megatrain_accelerate.errors import NonFiniteGradientError, StepWorkerError
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.optim.host_step import MOST_NONFINITE_STEPS
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 SCHEDULES = ("deferred", "serial", "backward")
 

@@ -18,7 +18,7 @@ from megatrain_accelerate.optim.fused_step import FusedStep
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.store.host_memory import HostMemory
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 # ---------------------------------------------------------------------------------------- exceptions in a layer
 

@@ -13,7 +13,7 @@ from trainer_runs import plugin, tiny_llama
 
 from megatrain_accelerate.errors import UnsupportedError
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
 def batches(count: int) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ from megatrain_accelerate.errors import ConfigError, StateError
 from megatrain_accelerate.gradients.offload import GradientOffloader
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 REMEDY = "step_schedule to 'deferred'"
 

@@ -49,7 +49,7 @@ from megatrain_accelerate.integrations.joined_batches import CannotJoinError, jo
 from megatrain_accelerate.plan import device_plan
 from megatrain_accelerate.plan.machine import Machine
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 TOGETHER: Record = {"join_micro_batches": True}
 APART: Record = {"join_micro_batches": False}
@@ -553,36 +553,36 @@ def test_auto_leaves_micro_batches_apart_without_a_budget(tmp_path: Path, caplog
     assert_apart(tmp_path, caplog, "no GPU memory to plan with", settings={})
 
 
-Outlined = list[tuple[int, int | None]]
+Profiled = list[tuple[int, int | None]]
 
 
 @pytest.fixture
-def outlined(monkeypatch: pytest.MonkeyPatch) -> Outlined:
+def profiled(monkeypatch: pytest.MonkeyPatch) -> Profiled:
     """(samples, micro_batch_size) of each step that the plan looks at."""
-    seen: Outlined = []
-    original = device_plan.outline_step
+    seen: Profiled = []
+    original = device_plan.profile_step
 
-    def outline(model: nn.Module, runtime: Any, inputs: Any, device: torch.device) -> Any:
+    def step_profile(model: nn.Module, runtime: Any, inputs: Any, device: torch.device) -> Any:
         seen.append((len(inputs["input_ids"]), runtime.batch_cut.asked))
         return original(model, runtime, inputs, device)
 
-    monkeypatch.setattr(device_plan, "outline_step", outline)
+    monkeypatch.setattr(device_plan, "profile_step", step_profile)
     return seen
 
 
 @pytest.mark.parametrize("link", [1e6, 1e18], ids=["together", "apart"])
-def test_a_step_is_outlined_once_in_each_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outlined: Outlined, link: float
+def test_a_step_is_profiled_once_in_each_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profiled: Profiled, link: float
 ) -> None:
     decided(tmp_path, monkeypatch, link=link, budget_gib=1.0)
-    assert outlined == [(6, 2), (2, None)]
+    assert profiled == [(6, 2), (2, None)]
 
 
-def test_a_run_that_is_not_joined_any_more_is_planned_anew(tmp_path: Path, outlined: Outlined) -> None:
+def test_a_run_that_is_not_joined_any_more_is_planned_anew(tmp_path: Path, profiled: Profiled) -> None:
     arguments: Record = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": 3, "max_steps": 2}
     dataset = [*examples(6, length=16), *examples(2, length=16), *examples(4, length=12)]
     run(tmp_path, {**TOGETHER, "gpu_memory_gib": 1.0, "device_layers": 0}, dataset=dataset, **arguments)
-    assert outlined == [(6, 2), (2, None)]
+    assert profiled == [(6, 2), (2, None)]
 
 
 def test_the_next_training_decides_anew(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from plain_torch import token_batches
 from torch import nn
 from transformers import DynamicCache
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 # ---------------------------------------------------------------- what p.grad is
 

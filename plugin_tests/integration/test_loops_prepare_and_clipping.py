@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from trainer_runs import plugin, tiny_llama
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 # ---------------------------------------------------------------- prepare
 

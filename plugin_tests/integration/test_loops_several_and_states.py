@@ -25,7 +25,7 @@ import megatrain_accelerate
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import StepWorkerError
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 # ---------------------------------------------------------------- several optimizers, several models
 

@@ -18,7 +18,7 @@ from megatrain_accelerate.checkpoint import checkpoints
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.units import GIB
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 SMALL_SHARDS = 40_000 / GIB
 

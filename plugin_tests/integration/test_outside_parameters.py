@@ -20,7 +20,7 @@ from transformers import Trainer
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import UnsupportedError
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 Head = Callable[[], nn.Module]
 

@@ -25,7 +25,7 @@ from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS
 from megatrain_accelerate.units import round_up
 
 pytestmark = [
-    pytest.mark.usefixtures("outlined_once"),
+    pytest.mark.usefixtures("profiled_once"),
     # PEFT guesses that weights are tied or that a name may clash; neither is so here.
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
     pytest.mark.filterwarnings("ignore:Adapter name .* should not be contained in the prefix"),

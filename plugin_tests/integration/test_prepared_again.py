@@ -22,7 +22,7 @@ from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.optim import moment_states
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 # ---------------------------------------------------------------------------------------- the same optimizer goes on
 

@@ -22,7 +22,7 @@ from transformers import Trainer
 
 from megatrain_accelerate.engine import engine_of
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 STEPS = 8
 """Two epochs of 5 steps each, cut off: resume has to find its place inside the first epoch and inside the second."""

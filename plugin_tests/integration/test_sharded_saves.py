@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.units import MIB
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 SHARD = "8MB"
 IDS = torch.randint(0, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(0))

@@ -22,7 +22,7 @@ import megatrain_accelerate
 from megatrain_accelerate.engine import all_engines, engine_of
 from megatrain_accelerate.errors import StateError, UnsupportedError
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 LABELS = torch.tensor([0, 1])
 

@@ -33,7 +33,7 @@ from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.layers import proxy
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
 def only(arguments: Record) -> str:

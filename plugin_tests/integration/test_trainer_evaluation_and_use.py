@@ -24,7 +24,7 @@ from versions import older
 
 from megatrain_accelerate.errors import StateError
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 # ---------------------------------------------------------------- evaluation, prediction, checkpoints
 

@@ -35,7 +35,7 @@ from transformers import (
 
 from megatrain_accelerate.engine import engine_of
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 # ---------------------------------------------------------------- generation
 

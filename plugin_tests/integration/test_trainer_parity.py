@@ -16,7 +16,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 from transformers.models.llama.modeling_llama import LlamaMLP
 from versions import OLD_CHECKPOINTING_NAMES, older, require_arguments
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 # ---------------------------------------------------------------- optimizers
 
@@ -282,7 +282,7 @@ def test_checkpointing_under_either_name_runs_no_layer_more_often(
     runs, own = [], LlamaMLP.forward
 
     def counted(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
-        runs.append("dry" if isinstance(x, FakeTensor) else x.device.type)
+        runs.append("fake" if isinstance(x, FakeTensor) else x.device.type)
         return own(self, x)
 
     monkeypatch.setattr(LlamaMLP, "forward", counted)

@@ -33,7 +33,7 @@ from transformers import (
 from megatrain_accelerate.loss import tiled_cross_entropy
 from megatrain_accelerate.loss.lazy_logits import LazyLogits
 
-pytestmark = pytest.mark.usefixtures("small_tiles", "outlined_once")
+pytestmark = pytest.mark.usefixtures("small_tiles", "profiled_once")
 without_predictions = pytest.mark.usefixtures("without_predictions")
 
 SIZES: dict[str, Any] = {

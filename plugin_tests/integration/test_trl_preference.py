@@ -27,7 +27,7 @@ from megatrain_accelerate.units import round_up
 trl = pytest.importorskip("trl", exc_type=ImportError)
 
 pytestmark = [
-    pytest.mark.usefixtures("outlined_once"),
+    pytest.mark.usefixtures("profiled_once"),
     *(pytest.mark.filterwarnings(warning) for warning in TRL_WARNINGS),
     # PEFT looks for the base model's config on the hub to see whether the vocabulary grew.
     pytest.mark.filterwarnings("ignore:Could not find a config file in"),

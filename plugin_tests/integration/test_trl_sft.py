@@ -30,7 +30,7 @@ from megatrain_accelerate.errors import UnsupportedError
 
 trl = pytest.importorskip("trl", exc_type=ImportError)
 
-pytestmark = [pytest.mark.usefixtures("outlined_once"), *map(pytest.mark.filterwarnings, TRL_WARNINGS)]
+pytestmark = [pytest.mark.usefixtures("profiled_once"), *map(pytest.mark.filterwarnings, TRL_WARNINGS)]
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
 
@@ -170,7 +170,7 @@ def test_smoothed_labels_go_through_the_tiled_loss(tmp_path: Path) -> None:
 
 
 def test_a_step_can_be_planned_though_trls_head_looks_at_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # On a GPU the head picks the labelled tokens; the dry run of a step has none to look at.
+    # On a GPU the head picks the labelled tokens; the fake run of a step has none to look at.
     monkeypatch.setattr("trl.trainer.utils._use_triton", lambda device: True)
     stock = run_trl(trainer(prompts_and_completions), tmp_path / "stock", streamed=False)
     streamed = run_trl(trainer(prompts_and_completions), tmp_path / "ours", streamed=True, settings={"gpu_memory_gib": 1.0})

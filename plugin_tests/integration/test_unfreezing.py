@@ -21,7 +21,7 @@ from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import HostMemoryError
 from megatrain_accelerate.store import host_limits
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -25,7 +25,7 @@ from transformers import Trainer, TrainerCallback
 
 from megatrain_accelerate.engine import engine_of
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 EVENTS = (
     *("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"),

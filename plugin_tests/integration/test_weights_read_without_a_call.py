@@ -11,7 +11,7 @@ from torch import nn
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.plan.layer_discovery import discover_layers
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 WIDTH = 16
 

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from megatrain_accelerate.integrations import telemetry
 from megatrain_accelerate.plan.layer_discovery import active_parameters
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 UNUSED = 3 * (6 - 2) * 3 * 64 * 32
 """Of the tiny model's parameters: three layers, six experts less the two that a token meets, three matrices."""

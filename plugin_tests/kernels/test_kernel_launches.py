@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._triton import has_triton_package
 
 from megatrain_accelerate.plan.fake_runs import launches_without_data
-from megatrain_accelerate.plan.step_outline import outline_step
+from megatrain_accelerate.plan.fake_step import profile_step
 
 needs_triton = pytest.mark.skipif(not has_triton_package(), reason="Triton isn't installed")
 
@@ -58,7 +58,7 @@ def model_with(activation: nn.Module) -> nn.Module:
 
 
 @needs_triton
-def test_kernels_launched_by_a_model_run_in_its_steps_and_not_in_their_outline() -> None:
+def test_kernels_launched_by_a_model_run_in_its_steps_and_not_in_fake_runs() -> None:
     launched: list[tuple[Any, ...]] = []
     kernel = doubling_kernel(launched)
 
@@ -69,9 +69,9 @@ def test_kernels_launched_by_a_model_run_in_its_steps_and_not_in_their_outline()
     model = model_with(Activation())
     engine = attach(model)
     ids = token_batches(1)[0]
-    outline = outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+    step_profile = profile_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
     assert not launched
-    (profile,) = outline.profiles.values()
+    (profile,) = step_profile.profiles.values()
     assert profile.forward.flops > 0
     model(input_ids=ids, labels=ids).loss.backward()  # is planned for first
     layers = len(model.model.layers)

@@ -16,7 +16,7 @@ from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.store import unit as host_store
 from megatrain_accelerate.store.host_memory import HostMemory
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 IDS = token_batches(1)[0]
 

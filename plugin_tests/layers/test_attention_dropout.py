@@ -16,7 +16,7 @@ from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.estimate.layer_costs import WithoutAttentionDropout
 from megatrain_accelerate.plan.machine import Machine
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
 
@@ -30,7 +30,7 @@ def forecaster(rate: float, **settings: object) -> Forecaster:
 
 
 @pytest.mark.parametrize("compiles", [True, False])
-def test_attention_with_dropout_is_reckoned_as_the_kernel_that_it_is_on_a_gpu(compiles: bool) -> None:
+def test_attention_with_dropout_is_estimated_as_the_kernel_that_it_is_on_a_gpu(compiles: bool) -> None:
     with_dropout, without = (forecaster(rate, compile_layers=compiles).forecast(2, 512) for rate in (0.1, 0.0))
     assert dataclasses.replace(with_dropout, candidate=without.candidate) == without
     assert with_dropout.seconds == without.seconds

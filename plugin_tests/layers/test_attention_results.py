@@ -17,7 +17,7 @@ from megatrain_accelerate.layers.attention_results import AttentionResults, is_a
 from megatrain_accelerate.plan.placement import Counts
 from megatrain_accelerate.transfer import activation_offload
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
 class Counted(TorchDispatchMode):

@@ -41,7 +41,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Of gradients, relative to the largest: sums in another order than eager autograd's, which round to the dtype."""
 
 pytestmark = [
-    pytest.mark.usefixtures("outlined_once"),
+    pytest.mark.usefixtures("profiled_once"),
     pytest.mark.skipif(not HOOKS_RECORD, reason="transformers records nothing by hooks"),
     # On a CPU transformers asks for torch's version by a cached function.
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),

@@ -27,7 +27,7 @@ from megatrain_accelerate.layers.compiled_layer import CompiledLayers
 from megatrain_accelerate.layers.proxy import warn_once
 from megatrain_accelerate.layers.saved_tensors import SavedTensors, SlotPlace
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 LAYERS = 4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

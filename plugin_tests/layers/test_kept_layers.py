@@ -19,7 +19,7 @@ from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.layers.saved_tensors import SavedTensors, SlotPlace
 from megatrain_accelerate.transfer import activation_offload
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
 def test_more_kept_layers_than_there_are_is_an_error() -> None:

@@ -21,7 +21,7 @@ from megatrain_accelerate.engine import Engine, all_engines
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
 def prepared(schedule: str = "deferred", **changes: object) -> tuple[nn.Module, Engine, torch.optim.AdamW]:

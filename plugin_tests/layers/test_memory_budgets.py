@@ -24,7 +24,7 @@ from megatrain_accelerate.layers.saved_tensors import SavedTensors, SlotPlace
 from megatrain_accelerate.transfer import activation_offload
 
 pytestmark = [
-    pytest.mark.usefixtures("outlined_once"),
+    pytest.mark.usefixtures("profiled_once"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++ on the CPU"),
     # On a CPU transformers asks for torch's version by a cached function.
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),

@@ -15,13 +15,13 @@ from torch import nn
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.gradients.call_gradients import GradientSums, LayerSums
 from megatrain_accelerate.layers.micro_batches import BatchCut, BatchSplit
+from megatrain_accelerate.plan.fake_step import profile_step
 from megatrain_accelerate.plan.placement import Counts, peak_bytes
 from megatrain_accelerate.plan.step_memory import LiveBytes
-from megatrain_accelerate.plan.step_outline import outline_step
 from megatrain_accelerate.store.layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.transfer import activation_offload
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 B, T, D = 5, 7, 4
 HIDDEN = torch.randn(B, T, D)
@@ -294,10 +294,10 @@ def peaks(**settings: object) -> tuple[int, int]:
     model = tiny_model(vocab_size=16).train()
     engine = attach(model, **settings)
     ids = token_batches(1, batch=8, length=128, vocabulary=16)[0]
-    outline = outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+    step_profile = profile_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
     placement = Counts(kept=int(settings.get("kept_layers", 0))).placement(4)  # type: ignore[call-overload]
     sizes = engine.device_plan.model_sizes()
-    predicted = peak_bytes(outline, sizes, placement) - sizes.slot_bytes - sizes.gradient_slot_bytes
+    predicted = peak_bytes(step_profile, sizes, placement) - sizes.slot_bytes - sizes.gradient_slot_bytes
     runtime = engine.runtime
     engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})  # not while it is measured
     runtime.offloader.make_places(runtime.units)

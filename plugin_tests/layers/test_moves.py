@@ -18,7 +18,7 @@ from megatrain_accelerate.optim.host_step import TAKEN_OVER
 from megatrain_accelerate.plan import device_plan
 from megatrain_accelerate.store import unit as host_store
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
 def training(model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **settings: object) -> Training:
@@ -201,7 +201,7 @@ def test_an_optimizer_without_a_kernel_leaves_no_layer_on_the_device() -> None:
 def test_a_smaller_batch_is_planned_after_one_that_was_too_large_to_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     run = training(gpu_memory_gib=1.0)
     large, small = token_batches(1, batch=8)[0], token_batches(1, batch=2)[0]
-    outline_step = device_plan.outline_step
+    profile_step = device_plan.profile_step
     sent_bytes = device_plan.sent_bytes
 
     def no_room(*_: object) -> object:
@@ -213,7 +213,7 @@ def test_a_smaller_batch_is_planned_after_one_that_was_too_large_to_plan(monkeyp
     monkeypatch.setattr(device_plan, "sent_bytes", sent_bytes)
     run.step(small)
     assert run.engine.device_plan.made.predicted_bytes > 0
-    assert device_plan.outline_step is outline_step
+    assert device_plan.profile_step is profile_step
 
 
 def test_the_norm_of_a_gradient_that_was_replaced_on_the_device_is_taken_anew() -> None:

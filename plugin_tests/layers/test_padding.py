@@ -18,10 +18,10 @@ from unpadded_calls import UnpaddedCalls
 from megatrain_accelerate.layers.padding import RealTokens, may_leave_padding_out, real_tokens
 from megatrain_accelerate.loss import tiled_cross_entropy
 from megatrain_accelerate.plan.device_plan import LIBRARY_WORKSPACE_BYTES
+from megatrain_accelerate.plan.fake_step import what_sees_a_batch
 from megatrain_accelerate.plan.other_batches import BatchExtent, resized_batch
-from megatrain_accelerate.plan.step_outline import what_sees_a_batch
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 WIDTH = 128
 LENGTHS = (128, 70, 41, 12, 3)

@@ -83,7 +83,7 @@ def test_gradients_pass_through_the_mapping(settings: dict[str, Any]) -> None:
     engine.close()
 
 
-def test_the_step_is_outlined() -> None:
+def test_the_step_is_profiled() -> None:
     model = Model()
     engine = attach(model, bf16=False)
     model.forward = lambda x, forward=model.forward: {"loss": forward(x)}  # type: ignore[method-assign,misc]

@@ -12,9 +12,9 @@ from plain_torch import tiny_model, token_batches
 from megatrain_accelerate.layers import token_tiles
 from megatrain_accelerate.layers.token_tiles import few_tiles, tiles, times
 from megatrain_accelerate.loss import products, tiled_cross_entropy
+from megatrain_accelerate.plan.fake_step import profile_step
 from megatrain_accelerate.plan.step_memory import LiveBytes
-from megatrain_accelerate.plan.step_outline import outline_step
-from megatrain_accelerate.plan.step_profile import StepOutline
+from megatrain_accelerate.plan.step_profile import StepProfile
 
 VOCABULARY = 512
 
@@ -50,21 +50,21 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "PART_BYTES", 4 * 64 * 32)
 
 
-def outlined(length: int) -> StepOutline:
+def profiled(length: int) -> StepProfile:
     model = tiny_model(vocab_size=VOCABULARY, max_position_embeddings=4096).train()
     engine = attach(model, token_tile=64)
     ids = token_batches(1, batch=2, length=length, vocabulary=VOCABULARY)[0]
-    outline = outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+    step_profile = profile_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
     engine.close()
-    return outline
+    return step_profile
 
 
 @pytest.mark.parametrize("length", [pytest.param(256, marks=pytest.mark.long), 274])
 @pytest.mark.usefixtures("small_tiles")
 def test_few_tiles_cost_what_all_of_them_do(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
-    few = outlined(length)
+    few = profiled(length)
     monkeypatch.setattr(token_tiles, "few_tiles", contextlib.nullcontext)
-    every = outlined(length)
+    every = profiled(length)
     assert few == every
     assert max(profile.forward.flops for profile in few.profiles.values()) > 0
 
@@ -81,5 +81,5 @@ def test_a_longer_sequence_takes_no_more_operations(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(LiveBytes, "track", counted)
     for length in (512, 2048):
         counts.append(0)
-        outlined(length)
+        profiled(length)
     assert counts[0] == counts[1] > 0

@@ -16,9 +16,9 @@ from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.loss import products, tiled_cross_entropy
 from megatrain_accelerate.loss.lazy_logits import lazy_linear
 from megatrain_accelerate.loss.tiled_cross_entropy import strip_tokens, tile_tokens
+from megatrain_accelerate.plan.fake_step import profile_step
 from megatrain_accelerate.plan.placement import peak_bytes
 from megatrain_accelerate.plan.step_memory import LiveBytes
-from megatrain_accelerate.plan.step_outline import outline_step
 
 VOCABULARY, HIDDEN = 4096, 32
 TILE, STRIP = 64, 16
@@ -95,8 +95,8 @@ def test_the_prediction_sees_the_smaller_peak_and_is_that_of_the_real_step(tie: 
         engine = attach(model, tiled_loss=tiled)
         ids = torch.arange(512).view(2, 256)
         inputs = {"input_ids": ids, "labels": ids}
-        outline = outline_step(model, engine.runtime, inputs, engine.device)
-        predicted[tiled] = peak_bytes(outline, engine.device_plan.model_sizes(), Placement())
+        step_profile = profile_step(model, engine.runtime, inputs, engine.device)
+        predicted[tiled] = peak_bytes(step_profile, engine.device_plan.model_sizes(), Placement())
         with LiveBytes(model.parameters()) as live:
             model(**inputs).loss.backward()
         real[tiled] = live.peak_bytes

@@ -22,7 +22,7 @@ from megatrain_accelerate.kernels.host import INSTRUCTION_SETS, HostKernels
 from megatrain_accelerate.kernels.moments import FloatMoments
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 COUNT = 3 * 128 * 1024 + 77
 """Several chunks for several threads, and a tail."""

@@ -14,7 +14,7 @@ from plain_torch import PlainRun, tiny_model, token_batches, train_bf16_with_mas
 
 STEPS = 10
 pytestmark = [
-    pytest.mark.usefixtures("outlined_once"),
+    pytest.mark.usefixtures("profiled_once"),
     pytest.mark.usefixtures("exact_torch_sqrt"),
     pytest.mark.skipif(
         torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),

@@ -26,7 +26,7 @@ from transformers import Trainer
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOLERANCE = {BF16: 2.0**-7, FP32: 2e-5}

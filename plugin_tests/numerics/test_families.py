@@ -22,7 +22,7 @@ from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import UnsupportedError
 
 pytestmark = [
-    pytest.mark.usefixtures("outlined_once"),
+    pytest.mark.usefixtures("profiled_once"),
     pytest.mark.skipif(
         torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
         reason="torch's baseline CPU kernels have no fused multiply-add and round AdamW differently from its others",
@@ -116,7 +116,7 @@ def test_dropped_layers_of_opt_get_no_gradient_and_keep_their_weights() -> None:
     [pytest.param(f, id=f.name, marks=() if f.name in HARD_TO_PLAN else pytest.mark.long) for f in DECODERS],
 )
 def test_the_step_of_a_family_is_planned_for(family: Decoder) -> None:
-    # A model that can't be outlined streams all the same, but its memory isn't predicted and nothing is kept on the GPU.
+    # A model that can't be profiled streams all the same, but its memory isn't predicted and nothing is kept on the GPU.
     with plugin(**{**STREAMED, **family.settings}):
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
         model = family.build()

@@ -17,7 +17,7 @@ from trainer_runs import plugin
 
 from megatrain_accelerate.errors import UnsupportedError
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 BY_NAME = {family.name: family for family in DECODERS}
 UNLIKE_LLAMA = ("gemma4", "granite_hybrid", "mamba", "qwen3_next")

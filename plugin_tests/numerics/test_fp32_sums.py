@@ -19,7 +19,7 @@ from megatrain_accelerate.gradients.fp32_sums import joined_sum
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
 pytestmark = [
-    pytest.mark.usefixtures("outlined_once"),
+    pytest.mark.usefixtures("profiled_once"),
     pytest.mark.usefixtures("exact_torch_sqrt"),
     pytest.mark.skipif(
         torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),

@@ -32,7 +32,7 @@ from transformers.utils import output_capturing
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
 class ChecksPointsWithABackwardOfItsOwn(Layer):

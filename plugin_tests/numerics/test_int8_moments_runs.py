@@ -23,7 +23,7 @@ from megatrain_accelerate.optim import moment_states
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.store.segments import plan_segments, step_segments
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 Optimizer = torch.optim.Optimizer
 

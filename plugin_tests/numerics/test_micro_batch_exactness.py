@@ -12,7 +12,7 @@ from torch import nn
 
 from megatrain_accelerate.transfer import activation_offload
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 BATCH = 5
 STEPS = 20

@@ -18,7 +18,7 @@ from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.store.unit import PASSING_BUFFERS
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 PASSING: dict[str, Any] = {"host_gradients": "passing", "max_norm": None, "schedule": "backward"}
 LAYERS = 2 * PASSING_BUFFERS

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatrain_accelerate.errors import UnsupportedError
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 ROWS, TOKENS, SIZE = 5, 3, 2
 """Samples, tokens of each, and samples of a piece."""

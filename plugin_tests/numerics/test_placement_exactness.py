@@ -14,7 +14,7 @@ from test_exactness import assert_bit_equal
 
 STEPS = 10
 pytestmark = [
-    pytest.mark.usefixtures("outlined_once"),
+    pytest.mark.usefixtures("profiled_once"),
     pytest.mark.usefixtures("exact_torch_sqrt"),
     pytest.mark.skipif(
         torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),

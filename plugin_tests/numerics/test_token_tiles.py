@@ -18,7 +18,7 @@ from torch import nn
 from megatrain_accelerate.layers.proxy import is_proxy
 from megatrain_accelerate.layers.token_tiles import TokenTiles
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 FAMILIES = {family.name: family for family in DECODERS}
 TILE = 15

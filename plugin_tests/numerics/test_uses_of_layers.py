@@ -34,7 +34,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 # ------------------------------------------------------------------------------ forwards, backwards and their order
 

@@ -28,7 +28,7 @@ from layer_uses import (
 )
 from torch import nn
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 # ------------------------------------------------------------------------------ parents that change what layers return
 

@@ -15,7 +15,7 @@ from torch import nn
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 PLACEMENTS = pytest.mark.parametrize("settings", [{}, {"kept_layers": 4}, {"offloaded_layers": 4}], ids=str)
 

@@ -18,7 +18,7 @@ from transformers.optimization import Adafactor
 
 from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
 class OwnAdamW(optim.AdamW):

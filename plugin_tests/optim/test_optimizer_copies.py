@@ -13,7 +13,7 @@ from optimizer_runs import streamed
 from plain_torch import token_batches
 from torch.optim import AdamW, Optimizer, RMSprop
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])

@@ -19,7 +19,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.gradients.offload import GradientOffloader
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 # ---------------------------------------------------------------------------------------- options of groups
 

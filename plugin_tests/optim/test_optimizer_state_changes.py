@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import StateError
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 # ---------------------------------------------------------------------------------------- states
 

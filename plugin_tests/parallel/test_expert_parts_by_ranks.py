@@ -10,9 +10,9 @@ import plain_torch
 import pytest
 import torch
 from engine_runs import attach, train_on_means, train_streamed
-from outline_cache import remembering
 from part_models import EXPERTS, tiny_experts
 from plain_torch import PlainRun, token_batches
+from profile_cache import remembering
 from rank_runs import join_ranks, runs_of
 
 from megatrain_accelerate.gradients import exchange
@@ -48,7 +48,7 @@ OTHER_BATCHES: dict[str, dict[str, Any]] = {
 }
 ACCUMULATED = [name for name in OTHER_BATCHES if "accumulation" in OTHER_BATCHES[name]]
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
 def model_of(frozen: str | None = None) -> torch.nn.Module:
@@ -77,7 +77,7 @@ def parts_chosen(rank: int) -> int:
 
 def main() -> None:
     """What each rank does."""
-    device_plan.outline_step = remembering(device_plan.outline_step, {})
+    device_plan.profile_step = remembering(device_plan.profile_step, {})
     rank, ranks, folder = join_ranks(), int(sys.argv[2]), sys.argv[1]
     torch.Tensor.sqrt = plain_torch.ieee_sqrt
     runs = {}

@@ -9,8 +9,8 @@ import plain_torch
 import pytest
 import torch
 from engine_runs import train_on_means, train_streamed
-from outline_cache import remembering
 from plain_torch import PlainRun, tiny_model, token_batches, train_bf16_with_masters
+from profile_cache import remembering
 from rank_runs import join_ranks, runs_of
 
 from megatrain_accelerate.plan import device_plan
@@ -63,12 +63,12 @@ def train(batches: list[torch.Tensor], settings: dict[str, Any]) -> PlainRun:
     return train_streamed(model, batches, **{"max_norm": None, **settings})
 
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
 def main() -> None:
     """What each rank does."""
-    device_plan.outline_step = remembering(device_plan.outline_step, {})
+    device_plan.profile_step = remembering(device_plan.profile_step, {})
     rank, ranks, folder = join_ranks(), int(sys.argv[2]), sys.argv[1]
     torch.Tensor.sqrt = plain_torch.ieee_sqrt
     own = token_batches(STEPS * ranks)[rank::ranks]

@@ -22,7 +22,7 @@ from megatrain_accelerate.layers.compiled_layer import CompiledLayers
 from megatrain_accelerate.plan import device_plan
 from megatrain_accelerate.plan.machine import Machine
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
 @pytest.fixture(autouse=True)
@@ -153,11 +153,11 @@ def test_a_training_that_is_resumed_knows_whether_lengths_vary(monkeypatch: pyte
 def test_the_first_step_is_compiled_where_nothing_else_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
 
-    def out_of_memory_unless_compiled(model: Any, runtime: Any, inputs: Any, outline: Any, *_: Any) -> Any:
+    def out_of_memory_unless_compiled(model: Any, runtime: Any, inputs: Any, step_profile: Any, *_: Any) -> Any:
         measured.append(runtime.compiled.may_compile)
         if not runtime.compiled.may_compile:
             raise torch.OutOfMemoryError
-        return outline
+        return step_profile
 
     monkeypatch.setattr(device_plan, "measure_layers", out_of_memory_unless_compiled)
     monkeypatch.setattr(device_plan.DevicePlan, "measures", True)
@@ -255,8 +255,8 @@ def test_what_the_user_sets_counts_more_than_what_a_training_chose_before() -> N
 
 def test_a_second_training_of_another_length_is_planned_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
-    outline_step = device_plan.outline_step
-    monkeypatch.setattr(device_plan, "outline_step", lambda *args: plans.append(1) or outline_step(*args))
+    profile_step = device_plan.profile_step
+    monkeypatch.setattr(device_plan, "profile_step", lambda *args: plans.append(1) or profile_step(*args))
     model = tiny_model().train()
     engine = attach(model)
     ids = token_batches(1)[0]

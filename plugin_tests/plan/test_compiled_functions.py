@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.plan.fake_runs import compiled_functions_as_python
+from megatrain_accelerate.plan.fake_step import profile_step
 from megatrain_accelerate.plan.step_memory import LiveBytes
-from megatrain_accelerate.plan.step_outline import outline_step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
@@ -38,7 +38,7 @@ def test_scripted_functions_run_as_python_in_the_body_only() -> None:
     assert scripted(torch.empty(3)).shape == (3,)
 
 
-def test_the_outline_of_a_step_runs_no_torchscript() -> None:
+def test_the_profile_of_a_step_runs_no_torchscript() -> None:
     scripted = torch.jit.script(doubled)
     seen = []
 
@@ -51,7 +51,7 @@ def test_the_outline_of_a_step_runs_no_torchscript() -> None:
     model.model.layers[0].mlp.act_fn = nn.Sequential(model.model.layers[0].mlp.act_fn, Scripting())
     engine = attach(model)
     ids = token_batches(1)[0]
-    outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+    profile_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
     assert set(seen) == {6}
     model(input_ids=ids, labels=ids)  # is planned for first
     seen.clear()
@@ -66,8 +66,8 @@ def test_a_function_under_torch_compile_can_be_traced_after_a_run_without_data()
     compiled = torch.compile(flex_attention, backend=counter)
     query = torch.randn(1, 2, 8, 16)
     with FakeTensorMode() as mode, LiveBytes() as live, compiled_functions_as_python():
-        dry = mode.from_tensor(query)
-        assert compiled(dry, dry, dry).shape == query.shape
+        fake = mode.from_tensor(query)
+        assert compiled(fake, fake, fake).shape == query.shape
     assert counter.frame_count == 0
     assert live.costs.flops == 2 * 2 * query.numel() * query.shape[-2]
     torch.testing.assert_close(compiled(query, query, query), scaled_dot_product_attention(query, query, query))
@@ -75,14 +75,14 @@ def test_a_function_under_torch_compile_can_be_traced_after_a_run_without_data()
 
 
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
-def test_a_step_with_flex_attention_is_outlined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_flex_attention_is_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     # Which refuses to train on a CPU; without data it can't tell.
     monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
     model = tiny_model(hidden_size=128, attn_implementation="flex_attention").train()
     engine = attach(model)
     ids = token_batches(1)[0]
-    outline = outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
-    (profile,) = outline.profiles.values()
+    step_profile = profile_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+    (profile,) = step_profile.profiles.values()
     assert profile.forward.flops > 0
     assert profile.attention_bytes == 0  # it isn't kept for a recompute
     engine.close()

@@ -23,11 +23,11 @@ from megatrain_accelerate.plan.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.placement import Counts, peak_bytes
 from megatrain_accelerate.plan.step_memory import LiveBytes
-from megatrain_accelerate.plan.step_profile import StepOutline
+from megatrain_accelerate.plan.step_profile import StepProfile
 from megatrain_accelerate.transfer import activation_offload
 from megatrain_accelerate.units import GIB, MIB
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 FREE = {"device_layers": None, "offloaded_layers": None}
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
@@ -242,18 +242,18 @@ class Frames(nn.Module):
         return {"loss": hidden.float().pow(2).mean()}
 
 
-@pytest.mark.parametrize(("samples", "outlines"), [(1024, 1), (64 * 1024, 2)])
+@pytest.mark.parametrize(("samples", "step_profiles"), [(1024, 1), (64 * 1024, 2)])
 def test_how_long_a_sequence_is_counts_in_tokens_of_the_layers(
-    monkeypatch: pytest.MonkeyPatch, samples: int, outlines: int
+    monkeypatch: pytest.MonkeyPatch, samples: int, step_profiles: int
 ) -> None:
     monkeypatch.setattr(step_ways, "LONG_TOKENS", 1024)
     count = []
-    run = device_plan.outline_step
-    monkeypatch.setattr(device_plan, "outline_step", lambda *arguments: count.append(1) or run(*arguments))
+    run = device_plan.profile_step
+    monkeypatch.setattr(device_plan, "profile_step", lambda *arguments: count.append(1) or run(*arguments))
     model = Frames().train()
     engine = attach(model, gpu_memory_gib=1.0, layer_classes=["Sequential"])
     engine.device_plan.follow(model, {"samples": torch.randn(1, samples)})
-    assert len(count) == outlines
+    assert len(count) == step_profiles
     engine.close()
 
 
@@ -294,55 +294,55 @@ def test_more_memory_never_makes_a_slower_plan() -> None:
 
 
 @pytest.fixture
-def outlined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def profiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the batches that are planned for."""
     shapes: list[tuple[int, ...]] = []
-    outline_step = device_plan.outline_step
+    profile_step = device_plan.profile_step
 
     def noted(model: object, runtime: object, inputs: dict[str, torch.Tensor], device: object) -> object:
         shapes.append(tuple(inputs["input_ids"].shape))
-        return outline_step(model, runtime, inputs, device)  # type: ignore[arg-type]
+        return profile_step(model, runtime, inputs, device)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(device_plan, "outline_step", noted)
+    monkeypatch.setattr(device_plan, "profile_step", noted)
     return shapes
 
 
-def test_from_the_second_plan_on_there_is_room_for_longer_batches(outlined: list[tuple[int, ...]]) -> None:
+def test_from_the_second_plan_on_there_is_room_for_longer_batches(profiled: list[tuple[int, ...]]) -> None:
     run = planned(24)
     for length in (64, 32, 64, 65, 98, 50, 128, 256, 100):
         run.step(batch(length))
         assert run.engine.device_plan.made.predicted_bytes <= 24 * MIB + LIBRARY_WORKSPACE_BYTES
     # Room for three times the tokens would cost batches of the mean size something: 1.5 times 65 and 2 times 128 tokens.
     steps = [(4, 64), (4, 195), (4, 57), (4, 105), (4, 98), (4, 57)]
-    assert outlined == [*steps, (6, 256), (6, 48), (6, 111), (4, 256), (4, 72), (4, 136)]
+    assert profiled == [*steps, (6, 256), (6, 48), (6, 111), (4, 256), (4, 72), (4, 136)]
     assert run.engine.device_plan.made.planned.elements == 2 * 4 * 256
 
 
-def test_there_is_room_for_three_times_the_tokens_where_it_costs_nothing(outlined: list[tuple[int, ...]]) -> None:
+def test_there_is_room_for_three_times_the_tokens_where_it_costs_nothing(profiled: list[tuple[int, ...]]) -> None:
     run = planned(200)
     for length in (64, 65, 64, 190):
         run.step(batch(length))
-    assert outlined == [(4, 64), (4, 195), (4, 65)]
+    assert profiled == [(4, 64), (4, 195), (4, 65)]
     assert len(run.engine.device_plan.made.placement.on_device) == 8
 
 
-def test_no_room_is_left_where_a_larger_batch_would_not_fit(outlined: list[tuple[int, ...]]) -> None:
+def test_no_room_is_left_where_a_larger_batch_would_not_fit(profiled: list[tuple[int, ...]]) -> None:
     run = planned(9, offloaded_layers=0, offloaded_inputs=False, token_tile=0)
     run.step(batch(64))
     run.step(batch(128))
-    assert outlined == [(4, 64), (6, 256), (4, 192), (4, 128), (4, 96)]
+    assert profiled == [(4, 64), (6, 256), (4, 192), (4, 128), (4, 96)]
     assert run.engine.device_plan.made.predicted_bytes <= 9 * MIB + LIBRARY_WORKSPACE_BYTES
 
 
-def test_room_ends_where_the_positions_of_the_model_do(outlined: list[tuple[int, ...]]) -> None:
+def test_room_ends_where_the_positions_of_the_model_do(profiled: list[tuple[int, ...]]) -> None:
     run = planned(200)
     run.model.config.max_position_embeddings = 100
     run.step(batch(64))
     run.step(batch(80))
-    assert outlined == [(4, 64), (10, 100), (10, 29)]  # 3 times the tokens, in rows of 100, and the mean of the two
+    assert profiled == [(4, 64), (10, 100), (10, 29)]  # 3 times the tokens, in rows of 100, and the mean of the two
 
 
-def test_a_model_that_bounds_its_sequences_in_its_own_way_is_planned_for_up_to_there(outlined: list[tuple[int, ...]]) -> None:
+def test_a_model_that_bounds_its_sequences_in_its_own_way_is_planned_for_up_to_there(profiled: list[tuple[int, ...]]) -> None:
     run = planned(200)
     forward = run.model.forward
 
@@ -353,17 +353,17 @@ def test_a_model_that_bounds_its_sequences_in_its_own_way_is_planned_for_up_to_t
     run.model.forward = bounded
     for length in (64, 72, 64):
         run.step(batch(length))
-    assert outlined == [(4, 64), (4, 216), (4, 108), (4, 72)]
+    assert profiled == [(4, 64), (4, 216), (4, 108), (4, 72)]
     assert len(run.engine.device_plan.made.placement.kept) == 8
 
 
-def test_numbers_beside_the_text_add_nothing_to_a_larger_batch(outlined: list[tuple[int, ...]]) -> None:
+def test_numbers_beside_the_text_add_nothing_to_a_larger_batch(profiled: list[tuple[int, ...]]) -> None:
     run = planned(200)
     for length in (64, 80):
         ids = long_batch(length)
         inputs = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(length)}
         run.engine.device_plan.follow(run.model, inputs)
-    assert outlined == [(1, 64), (1, 240), (1, 72)]
+    assert profiled == [(1, 64), (1, 240), (1, 72)]
 
 
 class PixelsOrText(nn.Module):
@@ -388,20 +388,20 @@ def test_a_small_text_between_images_does_not_make_a_plan_that_images_do_not_fit
     images, text = {"pixels": torch.randn(32, 64, 64)}, {"ids": torch.ones(1, 64, dtype=torch.long)}
     for inputs in (images, text, images):
         plan.follow(model, inputs)
-        exact = device_plan.outline_step(model, engine.runtime, images, engine.device)
+        exact = device_plan.profile_step(model, engine.runtime, images, engine.device)
         taken = plan.fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), plan.made.placement)
         assert taken <= 8 * MIB + LIBRARY_WORKSPACE_BYTES
     assert len(plan.made.placement.kept) < 8
     engine.close()
 
 
-def test_a_plan_covers_the_batches_before_it_too(outlined: list[tuple[int, ...]]) -> None:
+def test_a_plan_covers_the_batches_before_it_too(profiled: list[tuple[int, ...]]) -> None:
     run = planned(30)
     many_short, few_long = token_batches(1, batch=32, length=16, vocabulary=512)[0], long_batch(100)
     for ids in (many_short, few_long, many_short):
         run.step(ids)
     # 1.5 times the 512 tokens of the first, in rows of 1.5 times the second's length; three times would cost something.
-    assert outlined == [(32, 16), (6, 256), (6, 51), (6, 115), (6, 150), (6, 52), (6, 88)]
+    assert profiled == [(32, 16), (6, 256), (6, 51), (6, 115), (6, 150), (6, 52), (6, 88)]
     taken, predicted = peak_of_a_step(run, many_short)
     assert taken <= 1.03 * predicted + 0.1 * MIB
 
@@ -418,24 +418,24 @@ def test_batches_of_all_shapes_have_few_plans_which_all_of_them_fit(
         ids = token_batches(1, batch=shapes.randint(1, 8), length=shapes.randint(16, 256), vocabulary=512)[0]
         inputs = {"input_ids": ids, "labels": ids}
         plan.follow(run.model, inputs)
-        exact = device_plan.outline_step(run.model, run.engine.runtime, inputs, run.engine.device)
+        exact = device_plan.profile_step(run.model, run.engine.runtime, inputs, run.engine.device)
         taken = plan.fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), plan.made.placement)
         assert taken <= plan.made.predicted_bytes <= budget_mib * MIB + LIBRARY_WORKSPACE_BYTES
     assert 1 < capsys.readouterr().err.count("megatrain: plan") <= 3
 
 
 def test_layers_are_measured_once_and_other_steps_are_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[StepOutline] = []
+    measured: list[StepProfile] = []
 
-    def measures(model: nn.Module, runtime: object, inputs: object, outline: StepOutline, *_: object) -> StepOutline:
-        """Kernels that keep half and take three times as long as is reckoned from 1e12 operations a second."""
+    def measures(model: nn.Module, runtime: object, inputs: object, step_profile: StepProfile, *_: object) -> StepProfile:
+        """Kernels that keep half and take three times as long as is estimated from 1e12 operations a second."""
         profiles = {
             kind: dataclasses.replace(
                 profile, kept_bytes=profile.kept_bytes // 2, forward_seconds=3e-12 * profile.forward.flops
             )
-            for kind, profile in outline.profiles.items()
+            for kind, profile in step_profile.profiles.items()
         }
-        measured.append(dataclasses.replace(outline, profiles=profiles))
+        measured.append(dataclasses.replace(step_profile, profiles=profiles))
         return measured[-1]
 
     monkeypatch.setattr(device_plan, "measure_layers", measures)
@@ -449,12 +449,12 @@ def test_layers_are_measured_once_and_other_steps_are_in_proportion(monkeypatch:
     plan = run.engine.device_plan
     found = [plan.foresee(run.model, {"input_ids": batch(length), "labels": batch(length)}) for length in (64, 192)]
     assert measured == [found[0]]
-    (profile,), (dry,) = (
+    (profile,), (fake,) = (
         found[1].profiles.values(),
-        outline_of(run, batch(192)).profiles.values(),
+        step_profile_of(run, batch(192)).profiles.values(),
     )
-    assert profile.kept_bytes == pytest.approx(dry.kept_bytes / 2, rel=0.01)
-    assert profile.forward_seconds == pytest.approx(3e-12 * dry.forward.flops, rel=0.01)
+    assert profile.kept_bytes == pytest.approx(fake.kept_bytes / 2, rel=0.01)
+    assert profile.forward_seconds == pytest.approx(3e-12 * fake.forward.flops, rel=0.01)
     assert profile.backward_seconds is None
 
 
@@ -505,10 +505,11 @@ def test_a_model_that_surely_fits_trains_without_a_measured_layer(
     needed_mib = (everything.engine.device_plan.made.predicted_bytes - LIBRARY_WORKSPACE_BYTES) / MIB
     layers_measured = []
 
-    def measure(model: object, runtime: object, inputs: object, outline: StepOutline, *_: object) -> StepOutline:
-        layers_measured.append(outline)
+    def measure(model: object, runtime: object, inputs: object, step_profile: StepProfile, *_: object) -> StepProfile:
+        layers_measured.append(step_profile)
         return dataclasses.replace(
-            outline, profiles={kind: dataclasses.replace(at, forward_seconds=1e-3) for kind, at in outline.profiles.items()}
+            step_profile,
+            profiles={kind: dataclasses.replace(at, forward_seconds=1e-3) for kind, at in step_profile.profiles.items()},
         )
 
     monkeypatch.setattr(device_plan, "measure_layers", measure)
@@ -650,9 +651,9 @@ def test_two_forwards_before_one_backward_find_room_and_nothing_moves_between() 
     assert losses[0] == losses[1]
 
 
-def outline_of(run: Training, ids: torch.Tensor) -> StepOutline:
+def step_profile_of(run: Training, ids: torch.Tensor) -> StepProfile:
     """Of a step, as it runs without being measured."""
-    return device_plan.outline_step(run.model, run.engine.runtime, {"input_ids": ids, "labels": ids}, run.engine.device)
+    return device_plan.profile_step(run.model, run.engine.runtime, {"input_ids": ids, "labels": ids}, run.engine.device)
 
 
 @pytest.fixture
@@ -667,13 +668,15 @@ def measured_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., obje
     return measure_by
 
 
-def test_layers_that_cannot_be_measured_are_reckoned(measured_by: Callable[[Callable[..., object]], None]) -> None:
+def test_layers_that_cannot_be_measured_are_estimated(measured_by: Callable[[Callable[..., object]], None]) -> None:
     def fails(*_: object) -> object:
         raise RuntimeError("this layer refuses gradients of ones")
 
     measured_by(fails)
     run = planned(64)
-    assert run.engine.device_plan.foresee(run.model, {"input_ids": batch(), "labels": batch()}) == outline_of(run, batch())
+    assert run.engine.device_plan.foresee(run.model, {"input_ids": batch(), "labels": batch()}) == step_profile_of(
+        run, batch()
+    )
 
 
 def test_measuring_that_runs_out_of_memory_is_tried_again_with_everything_off_the_device(
@@ -685,11 +688,11 @@ def test_measuring_that_runs_out_of_memory_is_tried_again_with_everything_off_th
     place(plan, Counts(on_device=4, groups_on_device=True).placement(8))
     on_device = []
 
-    def measures(model: nn.Module, runtime: object, inputs: object, outline: StepOutline, *_: object) -> StepOutline:
+    def measures(model: nn.Module, runtime: object, inputs: object, step_profile: StepProfile, *_: object) -> StepProfile:
         on_device.append(sum(unit.is_on_device for unit in run.engine.runtime.units))
         if on_device[-1]:
             raise torch.OutOfMemoryError("no room")
-        return outline
+        return step_profile
 
     measured_by(measures)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -701,10 +704,10 @@ def test_measuring_that_runs_out_of_memory_is_tried_again_with_everything_off_th
 def test_forwards_that_wait_take_what_they_take_by_the_tiles_that_were_chosen_after_measuring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def measures(model: nn.Module, runtime: object, inputs: object, outline: StepOutline, *_: object) -> StepOutline:
-        if not outline.token_tile:
+    def measures(model: nn.Module, runtime: object, inputs: object, step_profile: StepProfile, *_: object) -> StepProfile:
+        if not step_profile.token_tile:
             raise torch.OutOfMemoryError("whole layers don't fit")
-        return outline
+        return step_profile
 
     monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 128)
     monkeypatch.setattr(device_plan, "measure_layers", measures)
@@ -724,10 +727,10 @@ def test_forwards_that_wait_take_what_they_take_by_the_tiles_that_were_chosen_af
 def test_a_model_whose_step_can_not_be_predicted_says_so_at_the_default_level(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def looks_at_data(*_: object) -> StepOutline:
+    def looks_at_data(*_: object) -> StepProfile:
         raise ValueError("it looks at its data")
 
-    monkeypatch.setattr(device_plan, "outline_step", looks_at_data)
+    monkeypatch.setattr(device_plan, "profile_step", looks_at_data)
     run = planned(400)
     with caplog.at_level(logging.WARNING, logger="megatrain_accelerate"):
         run.step(batch(), max_norm=1.0)
@@ -758,7 +761,7 @@ def test_moments_in_8_bits_are_counted_in_memory_but_not_as_a_faster_step() -> N
     assert sizes["fp32"].step_bytes == sizes["int8"].step_bytes
 
 
-def test_a_resumed_training_goes_on_by_its_plan_and_plans_nothing(outlined: list[tuple[int, ...]]) -> None:
+def test_a_resumed_training_goes_on_by_its_plan_and_plans_nothing(profiled: list[tuple[int, ...]]) -> None:
     first = planned(24)
     for length in (64, 96):
         first.step(batch(length))
@@ -766,12 +769,12 @@ def test_a_resumed_training_goes_on_by_its_plan_and_plans_nothing(outlined: list
     record = json.loads(json.dumps(plan.record))
     assert record is not None
     assert plan.record is not None
-    count = len(outlined)
+    count = len(profiled)
     resumed = planned(24)
     resumed.engine.device_plan.expect_steps(10, None, record)
     for run in (first, resumed):
         run.step(batch(32))
-    assert len(outlined) == count
+    assert len(profiled) == count
     assert resumed.engine.device_plan.made.placement == plan.made.placement
     assert resumed.engine.device_plan.made.predicted_time == first.engine.device_plan.made.predicted_time
     assert resumed.engine.device_plan.made.predicted_bytes == first.engine.device_plan.made.predicted_bytes
@@ -787,17 +790,17 @@ def test_a_resumed_training_goes_on_by_its_plan_and_plans_nothing(outlined: list
     "changes", [{"budget_mib": 20}, {"kept_layers": 0}, {"slots": 3}], ids=lambda changes: next(iter(changes))
 )
 def test_a_plan_that_was_made_for_something_else_is_not_taken_over(
-    outlined: list[tuple[int, ...]], changes: dict[str, Any]
+    profiled: list[tuple[int, ...]], changes: dict[str, Any]
 ) -> None:
     first = planned(24)
     first.step(batch(64))
     resumed = planned(**{"budget_mib": 24, **changes})
     resumed.engine.device_plan.expect_steps(10, None, first.engine.device_plan.record)
     resumed.step(batch(32))
-    assert outlined == [(4, 64), (4, 32)]
+    assert profiled == [(4, 64), (4, 32)]
 
 
-def test_a_plan_for_joined_micro_batches_is_taken_over_by_joined_ones_alone(outlined: list[tuple[int, ...]]) -> None:
+def test_a_plan_for_joined_micro_batches_is_taken_over_by_joined_ones_alone(profiled: list[tuple[int, ...]]) -> None:
     def step_of(run: Training, joined: bool) -> None:
         run.engine.runtime.batch_cut.asked = 2 if joined else None
         run.step(batch(64))
@@ -808,27 +811,27 @@ def test_a_plan_for_joined_micro_batches_is_taken_over_by_joined_ones_alone(outl
     for joined, plans in ((True, 0), (False, 1)):
         resumed = planned(24)
         resumed.engine.device_plan.expect_steps(10, None, first.engine.device_plan.record)
-        outlined.clear()
+        profiled.clear()
         step_of(resumed, joined)
-        assert len(outlined) == plans
+        assert len(profiled) == plans
     resumed = planned(24)
     resumed.engine.device_plan.expect_steps(10, None, first.engine.device_plan.record)
     resumed.engine.device_plan.forget()
     step_of(resumed, joined=True)
-    assert len(outlined) == 2, "steps were to run in another way"
+    assert len(profiled) == 2, "steps were to run in another way"
 
 
-def test_a_plan_for_longer_batches_leaves_the_samples_of_this_one(outlined: list[tuple[int, ...]]) -> None:
+def test_a_plan_for_longer_batches_leaves_the_samples_of_this_one(profiled: list[tuple[int, ...]]) -> None:
     run = planned(200, micro_batch_size=2)
     run.model.config.max_position_embeddings = 64
     for length in (40, 56):
         run.step(token_batches(1, batch=8, length=length, vocabulary=512)[0])
-    assert outlined[-1][0] > 8
+    assert profiled[-1][0] > 8
 
 
 @pytest.mark.parametrize("change", [lambda record: record.pop("plans"), lambda record: record["placement"].pop("kept")])
 def test_a_plan_that_another_version_recorded_is_made_anew(
-    outlined: list[tuple[int, ...]], change: Callable[[dict[str, Any]], object]
+    profiled: list[tuple[int, ...]], change: Callable[[dict[str, Any]], object]
 ) -> None:
     first = planned(24)
     first.step(batch(64))
@@ -837,7 +840,7 @@ def test_a_plan_that_another_version_recorded_is_made_anew(
     resumed = planned(24)
     resumed.engine.device_plan.expect_steps(10, None, record)
     resumed.step(batch(32))
-    assert outlined == [(4, 64), (4, 32)]
+    assert profiled == [(4, 64), (4, 32)]
 
 
 def test_before_the_first_plan_there_is_nothing_to_record() -> None:

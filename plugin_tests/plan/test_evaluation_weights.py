@@ -23,7 +23,7 @@ from megatrain_accelerate.plan import evaluation_weights
 from megatrain_accelerate.plan.evaluation_weights import cache_bytes, is_next_token
 from megatrain_accelerate.units import GIB, MIB
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 TOKENS = 12
 PROMPT = token_batches(1, batch=2, length=5)[0]

@@ -30,13 +30,13 @@ from megatrain_accelerate.plan.layer_discovery import SLOTS_SHARE
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.placement import Counts, Model, UnitSizes
 from megatrain_accelerate.plan.step_memory import LiveBytes, OpCosts
-from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepOutline
+from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepProfile
 from megatrain_accelerate.plan.step_simulation import simulate_step
 from megatrain_accelerate.store.layout import expert_ranges
 from megatrain_accelerate.transfer import activation_offload
 from megatrain_accelerate.units import GIB, MIB
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
 
@@ -344,7 +344,7 @@ def forecaster(gpu_bytes: int, **settings: Any) -> Forecaster:
     return Forecaster(model, config, machine_with(MACHINE, gpu_bytes, 8 * GIB))
 
 
-def test_an_estimate_reckons_with_parts_where_a_plan_would_make_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_plans_with_parts_where_a_plan_would_make_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_discovery, "SMALLEST_PART_BYTES", 16 * MIB)
     small, large = forecaster(GIB // 2), forecaster(16 * GIB)
     assert {len(experts.parts) for experts in small.engine.runtime.experts} == {2}
@@ -359,7 +359,7 @@ def test_an_estimate_cuts_nothing_where_the_engine_would_not(monkeypatch: pytest
     assert forecaster(GIB // 2, device_layers=1).engine.runtime.experts == []
 
 
-def moved_bytes(model: nn.Module, engine: Engine) -> tuple[int, int, StepOutline, Model]:
+def moved_bytes(model: nn.Module, engine: Engine) -> tuple[int, int, StepProfile, Model]:
     """What the third step moves to the device and back, and what a plan knows of it."""
     optimizer = torch.optim.AdamW(model.parameters())
     adopt_optimizer(optimizer, engine.runtime, "deferred")
@@ -379,11 +379,11 @@ def moved_bytes(model: nn.Module, engine: Engine) -> tuple[int, int, StepOutline
 def test_parts_that_are_computed_again_with_their_layer_are_fetched_a_third_time() -> None:
     model = tiny_experts("grouped_mm")
     engine = attach(model, expert_parts=4, offloaded_inputs=True)  # which stay, since they are small
-    h2d, _, outline, sizes = moved_bytes(model, engine)
+    h2d, _, step_profile, sizes = moved_bytes(model, engine)
     of_part = engine.runtime.experts[0].parts[0].unit.layout.weight_bytes
     engine.close()
     again, once = (
-        simulate_step(outline, sizes, Counts(inputs_offloaded=count).placement(3), MACHINE).h2d * MACHINE.h2d_bytes
+        simulate_step(step_profile, sizes, Counts(inputs_offloaded=count).placement(3), MACHINE).h2d * MACHINE.h2d_bytes
         for count in (3, 0)
     )
     # In each layer, what the slots hold at the turn isn't fetched.
@@ -396,10 +396,10 @@ def test_parts_that_are_computed_again_with_their_layer_are_fetched_a_third_time
 def test_a_simulated_step_in_pieces_moves_what_the_engine_moves(accumulation_dtype: str) -> None:
     model = tiny_experts("grouped_mm")
     engine = attach(model, expert_parts=4, micro_batch_size=2, accumulation_dtype=accumulation_dtype)
-    h2d, d2h, outline, sizes = moved_bytes(model, engine)
-    in_pieces = simulate_step(outline, sizes, Placement(), MACHINE)
-    whole_profiles = {kind: dataclasses.replace(profile, pieces=1) for kind, profile in outline.profiles.items()}
-    whole = simulate_step(dataclasses.replace(outline, profiles=whole_profiles), sizes, Placement(), MACHINE)
+    h2d, d2h, step_profile, sizes = moved_bytes(model, engine)
+    in_pieces = simulate_step(step_profile, sizes, Placement(), MACHINE)
+    whole_profiles = {kind: dataclasses.replace(profile, pieces=1) for kind, profile in step_profile.profiles.items()}
+    whole = simulate_step(dataclasses.replace(step_profile, profiles=whole_profiles), sizes, Placement(), MACHINE)
     of_part = engine.runtime.experts[0].parts[0].unit.layout.weight_bytes
     engine.close()
     # A part may be fetched for nothing, where the engine takes the first piece for the whole batch.
@@ -418,7 +418,7 @@ def test_parts_that_are_stepped_in_backward_are_stepped_when_the_last_has_come()
     events = tuple(Event(is_backward, 0, "layer", 0, 0, OpCosts()) for is_backward in (False, True))
     sizes = Model([nothing], [], [], 2, 0, 0, True, 1, parts={0: [part] * 4})
     machine = Machine(h2d_bytes=1e30, d2h_bytes=1, host_step_parameters=1, device_bytes=1e30, device_flops=1e30)
-    time = simulate_step(StepOutline(events, 0, OpCosts(), {"layer": profile}), sizes, Placement(), machine)
+    time = simulate_step(StepProfile(events, 0, OpCosts(), {"layer": profile}), sizes, Placement(), machine)
     assert time.seconds == pytest.approx(4 + 4)
 
 
@@ -427,11 +427,11 @@ def waiting_bytes(model: nn.Module, **settings: Any) -> int:
     engine = attach(model, **settings)
     ids = token_batches(1, batch=1, length=4)[0]
     plan = engine.device_plan
-    outline = plan.foresee(model, {"input_ids": ids, "labels": ids})
-    one = plan.fixed_bytes(outline)
+    step_profile = plan.foresee(model, {"input_ids": ids, "labels": ids})
+    one = plan.fixed_bytes(step_profile)
     # The second begins before the backward of the first.
     losses = [model(input_ids=ids, labels=ids).loss for _ in range(2)]
-    two = plan.fixed_bytes(outline)
+    two = plan.fixed_bytes(step_profile)
     del losses
     engine.close()
     return two - one

@@ -15,7 +15,7 @@ from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.placement import Counts, Model, UnitSizes, fixed_counts, peak_bytes, sent_bytes
 from megatrain_accelerate.plan.placement_search import Candidate, PlacementSearch
 from megatrain_accelerate.plan.step_memory import OpCosts
-from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepOutline
+from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepProfile
 from megatrain_accelerate.plan.step_simulation import StepTime, simulate_step
 
 LAYERS = 10
@@ -40,11 +40,11 @@ LAYER = UnitSizes(weight_bytes=20, gradient_bytes=20, parameters=10, state_bytes
 GROUP = UnitSizes(weight_bytes=2, gradient_bytes=2, parameters=1, state_bytes=12)
 
 
-def outline(input_bytes: int = 5, layers: int = LAYERS, **changes: float) -> StepOutline:
+def step_profile(input_bytes: int = 5, layers: int = LAYERS, **changes: float) -> StepProfile:
     profile = dataclasses.replace(PROFILE, **changes)  # type: ignore[arg-type]
     forward = [Event(False, i, "layer", input_bytes * i, input_bytes * i, OpCosts()) for i in range(layers)]
     backward = [Event(True, i, "layer", input_bytes * i, input_bytes * i, OpCosts()) for i in reversed(range(layers))]
-    return StepOutline((*forward, *backward), 0, OpCosts(), {"layer": profile})
+    return StepProfile((*forward, *backward), 0, OpCosts(), {"layer": profile})
 
 
 def model(**changes: object) -> Model:
@@ -63,7 +63,7 @@ def model(**changes: object) -> Model:
 
 def seconds(machine: Machine = MACHINE, sizes: Model | None = None, **counts: object) -> StepTime:
     placement = Counts(**counts).placement(LAYERS)  # type: ignore[arg-type]
-    return simulate_step(outline(), sizes or model(), placement, machine)
+    return simulate_step(step_profile(), sizes or model(), placement, machine)
 
 
 def test_a_recomputed_step_takes_forward_twice_and_backward_once() -> None:
@@ -72,7 +72,7 @@ def test_a_recomputed_step_takes_forward_twice_and_backward_once() -> None:
 
 
 def test_a_recompute_that_was_measured_takes_its_own_time_but_for_a_layer_whose_attention_is_kept() -> None:
-    step = outline(recompute_seconds=0.75, attention_seconds=0.125)
+    step = step_profile(recompute_seconds=0.75, attention_seconds=0.125)
 
     def compute(**counts: object) -> float:
         return simulate_step(step, model(), Counts(**counts).placement(LAYERS), MACHINE).compute  # type: ignore[arg-type]
@@ -83,14 +83,14 @@ def test_a_recompute_that_was_measured_takes_its_own_time_but_for_a_layer_whose_
     assert compute(attention_kept=4) - compute() == pytest.approx(4 * (1 - 0.125 - 0.75))
 
 
-def test_what_was_measured_outside_the_layers_replaces_what_was_reckoned_until_backward_begins() -> None:
-    events = [dataclasses.replace(event, costs=OpCosts(flops=1e3)) for event in outline().events]  # a second each
-    reckoned = dataclasses.replace(outline(), events=tuple(events))
-    measured = dataclasses.replace(reckoned, outside_seconds=3.5)
+def test_what_was_measured_outside_the_layers_replaces_what_was_estimated_until_backward_begins() -> None:
+    events = [dataclasses.replace(event, costs=OpCosts(flops=1e3)) for event in step_profile().events]  # a second each
+    estimated = dataclasses.replace(step_profile(), events=tuple(events))
+    measured = dataclasses.replace(estimated, outside_seconds=3.5)
     placement = Counts().placement(LAYERS)
-    reckoned_seconds = simulate_step(reckoned, model(), placement, MACHINE).compute
+    estimated_seconds = simulate_step(estimated, model(), placement, MACHINE).compute
     # Of the 20 events those of forward and the first of backward are among the measured ones.
-    assert simulate_step(measured, model(), placement, MACHINE).compute == pytest.approx(reckoned_seconds - 11 + 3.5)
+    assert simulate_step(measured, model(), placement, MACHINE).compute == pytest.approx(estimated_seconds - 11 + 3.5)
 
 
 def test_the_launchers_own_time_makes_a_step_longer_and_no_resource_busier() -> None:
@@ -127,10 +127,10 @@ def test_the_link_carries_weights_twice_but_for_the_last_slots_and_gradients_onc
 def test_ranks_whose_host_step_is_slow_step_on_their_devices_as_far_as_there_is_memory() -> None:
     slow = dataclasses.replace(MACHINE, host_step_parameters=1.0)
     of_four = model(ranks=4, exchange_bytes=1e6)
-    least = peak_bytes(outline(), of_four, Counts().placement(LAYERS))
+    least = peak_bytes(step_profile(), of_four, Counts().placement(LAYERS))
 
     def best(more_bytes: int, sizes: Model = of_four) -> Candidate:
-        found = PlacementSearch(outline(), sizes, slow, least + more_bytes, {"on_device": 0, "kept": 0}).best()
+        found = PlacementSearch(step_profile(), sizes, slow, least + more_bytes, {"on_device": 0, "kept": 0}).best()
         assert found is not None
         return found
 
@@ -161,14 +161,14 @@ def test_activations_leave_later_where_steps_on_the_devices_take_the_link() -> N
 def test_states_and_activations_that_leave_are_chosen_together(more_bytes: int) -> None:
     machine = dataclasses.replace(MACHINE, host_step_parameters=3.0)
     of_four = model(ranks=4, exchange_bytes=1e6)
-    budget = peak_bytes(outline(), of_four, Counts().placement(LAYERS)) + more_bytes
-    search = PlacementSearch(outline(), of_four, machine, budget, {"on_device": 0}, 10_000)
+    budget = peak_bytes(step_profile(), of_four, Counts().placement(LAYERS)) + more_bytes
+    search = PlacementSearch(step_profile(), of_four, machine, budget, {"on_device": 0}, 10_000)
     found = search.best()
     assert found is not None
     counts = itertools.product(range(LAYERS + 1), repeat=3)
     every = (Counts(states_on_device=a, offloaded=b, kept=c).placement(LAYERS) for a, b, c in counts if b + c <= LAYERS)
     fastest = min(
-        simulate_step(outline(), of_four, placement, machine).seconds for placement in every if search.fits(placement)
+        simulate_step(step_profile(), of_four, placement, machine).seconds for placement in every if search.fits(placement)
     )
     assert found.time.seconds <= 1.01 * fastest
 
@@ -183,7 +183,7 @@ def test_weights_of_states_on_the_devices_are_only_gathered() -> None:
 def test_what_is_stepped_on_the_devices_crosses_each_link_as_a_share() -> None:
     sizes = model(ranks=4, exchange_bytes=1e6)
     on_host, stepped = (
-        simulate_step(outline(), sizes, Counts(states_on_device=n).placement(LAYERS), MACHINE) for n in (0, LAYERS)
+        simulate_step(step_profile(), sizes, Counts(states_on_device=n).placement(LAYERS), MACHINE) for n in (0, LAYERS)
     )
     assert stepped.host_step == 0.0 < on_host.host_step
     for link in ("h2d", "d2h"):  # gradients come to the states, as many weights leave; those of groups are half a byte
@@ -222,8 +222,8 @@ def test_copies_of_offloaded_layers_hide_behind_those_between_them() -> None:
     spaced = Counts(offloaded=3).placement(LAYERS)
     side_by_side = Counts(offloaded=3, inputs_offloaded=LAYERS).placement(LAYERS)
     assert (spaced.offloaded, side_by_side.offloaded) == ({9, 6, 3}, {9, 8, 7})
-    recomputed = simulate_step(outline(), sizes, Placement(), machine).seconds
-    seconds_of = [simulate_step(outline(), sizes, placement, machine).seconds for placement in (spaced, side_by_side)]
+    recomputed = simulate_step(step_profile(), sizes, Placement(), machine).seconds
+    seconds_of = [simulate_step(step_profile(), sizes, placement, machine).seconds for placement in (spaced, side_by_side)]
     # What the last layer sent out is still there when backward begins.
     assert seconds_of[0] == pytest.approx(recomputed - 3 * 1.0, rel=0.01)
     assert seconds_of[1] > seconds_of[0] + 2.0
@@ -267,7 +267,7 @@ def test_offloaded_layers_are_spread_over_those_that_are_not_kept(offloaded: int
 
 
 def test_peak_grows_by_what_is_placed_on_the_device() -> None:
-    step, sizes = outline(), model()
+    step, sizes = step_profile(), model()
 
     def peak(**counts: object) -> int:
         return peak_bytes(step, sizes, Counts(**counts).placement(LAYERS))  # type: ignore[arg-type]
@@ -286,7 +286,7 @@ def test_peak_grows_by_what_is_placed_on_the_device() -> None:
 
 def test_kept_results_of_attention_are_there_while_the_rest_of_their_layer_runs() -> None:
     def peak(attention_kept: int) -> int:
-        step = outline(attention_bytes=7, forward_bytes=1000)
+        step = step_profile(attention_bytes=7, forward_bytes=1000)
         return peak_bytes(step, model(), Counts(attention_kept=attention_kept).placement(LAYERS))
 
     assert peak(0) == SLOTS + 9 * 5 + 1000
@@ -296,7 +296,7 @@ def test_kept_results_of_attention_are_there_while_the_rest_of_their_layer_runs(
 def found(budget: int, machine: Machine = MACHINE, sizes: Model | None = None, **choices: int | None) -> Candidate | None:
     settings = {"offloaded": 0, "inputs_offloaded": 0, **choices}
     fixed = {name: count for name, count in settings.items() if count is not None}
-    return PlacementSearch(outline(), sizes or model(), machine, budget, fixed, 10**9).best()
+    return PlacementSearch(step_profile(), sizes or model(), machine, budget, fixed, 10**9).best()
 
 
 def test_nothing_fits_a_budget_below_the_smallest_peak() -> None:
@@ -324,18 +324,18 @@ def test_all_of_a_model_that_fits_is_on_the_device_though_the_host_would_step_a_
     fixed = fixed_counts(PlacementSettings(**settings), LAYERS)  # type: ignore[arg-type]
     slow = dataclasses.replace(MACHINE, device_bytes=100.0)
     every = Counts(kept=LAYERS, on_device=LAYERS, groups_on_device=True).placement(LAYERS)
-    on_host = simulate_step(outline(), model(), Counts(kept=LAYERS).placement(LAYERS), slow)
-    assert on_host.seconds < simulate_step(outline(), model(), every, slow).seconds
-    least = peak_bytes(outline(), model(), every)
+    on_host = simulate_step(step_profile(), model(), Counts(kept=LAYERS).placement(LAYERS), slow)
+    assert on_host.seconds < simulate_step(step_profile(), model(), every, slow).seconds
+    least = peak_bytes(step_profile(), model(), every)
     for budget, fits in ((least, True), (least - 1, False)):
-        found = PlacementSearch(outline(), model(), slow, budget, fixed).best()
+        found = PlacementSearch(step_profile(), model(), slow, budget, fixed).best()
         assert found is not None
         assert (found.placement == every) == fits
 
 
 @pytest.mark.parametrize("fixed", [{"kept": 2}, {"on_device": 3}], ids=str)
 def test_a_model_that_fits_is_placed_as_the_user_fixed_it(fixed: dict[str, int]) -> None:
-    found = PlacementSearch(outline(), model(), MACHINE, 10**6, fixed).best()
+    found = PlacementSearch(step_profile(), model(), MACHINE, 10**6, fixed).best()
     assert found is not None
     ((kind, count),) = fixed.items()
     assert len(getattr(found.placement, kind)) == count
@@ -354,7 +354,7 @@ def test_the_search_comes_within_two_percent_of_trying_everything(budget: int, h
     machine = dataclasses.replace(MACHINE, host_step_parameters=host)
     best = found(budget, machine)
     assert best is not None
-    step, sizes = outline(), model()
+    step, sizes = step_profile(), model()
     candidates = [
         Counts(kept=kept, on_device=on_device, groups_on_device=groups).placement(LAYERS)
         for kept in range(LAYERS + 1)
@@ -371,7 +371,7 @@ def test_layers_on_the_device_and_offloaded_ones_are_found_where_neither_pays_al
     budget: int, copies: float, seconds: float
 ) -> None:
     machine = dataclasses.replace(MACHINE, host_step_parameters=20.0, h2d_bytes=copies, d2h_bytes=copies)
-    step, sizes = outline(forward_seconds=seconds, kept_forward_seconds=seconds, backward_seconds=2 * seconds), model()
+    step, sizes = step_profile(forward_seconds=seconds, kept_forward_seconds=seconds, backward_seconds=2 * seconds), model()
     best = PlacementSearch(step, sizes, machine, budget, {}, host_budget_bytes=1000).best()
     assert best is not None
     candidates = [
@@ -401,7 +401,7 @@ def test_what_the_user_fixed_stays() -> None:
 def test_one_thing_that_the_user_fixed_stays_where_the_rest_is_chosen(name: str, count: int, budget: int) -> None:
     best = found(budget, **{"offloaded": None, "inputs_offloaded": None, "kept": 0, name: count})
     if best is None:
-        assert peak_bytes(outline(), model(), Counts(**{name: count}).placement(LAYERS)) > budget  # type: ignore[arg-type]
+        assert peak_bytes(step_profile(), model(), Counts(**{name: count}).placement(LAYERS)) > budget  # type: ignore[arg-type]
         return
     assert len(getattr(best.placement, name)) == count
 
@@ -413,7 +413,7 @@ def test_offloading_is_chosen_where_the_link_is_idle_and_host_memory_is_there() 
     assert best.placement.offloaded
 
     def without_host_memory(**fixed: int) -> Candidate | None:
-        return PlacementSearch(outline(), model(), fast_link, SLOTS + 9 * 5 + 260, fixed, host_budget_bytes=0).best()
+        return PlacementSearch(step_profile(), model(), fast_link, SLOTS + 9 * 5 + 260, fixed, host_budget_bytes=0).best()
 
     settled = without_host_memory(on_device=0)
     assert settled is not None
@@ -442,7 +442,7 @@ def test_layers_with_tiles_keep_attention_first_where_room_is_short_and_attentio
     budget = SLOTS + 9 * 5 + 100 + 10 * 5
     fixed = {"offloaded": 0, "on_device": 0, "inputs_offloaded": 0}
     for tile in (8192, 0):
-        step = dataclasses.replace(outline(**profile), token_tile=tile)  # type: ignore[arg-type]
+        step = dataclasses.replace(step_profile(**profile), token_tile=tile)  # type: ignore[arg-type]
         best = PlacementSearch(step, model(), MACHINE, budget, fixed).best()
         assert best is not None
         assert best.peak_bytes <= budget
@@ -454,7 +454,7 @@ def test_layers_with_tiles_keep_attention_first_where_room_is_short_and_attentio
 
 def test_inputs_leave_to_make_room_for_attention() -> None:
     profile = {"attention": OpCosts(), "attention_bytes": 5, "attention_seconds": 0.8}
-    step = dataclasses.replace(outline(**profile), token_tile=8192)  # type: ignore[arg-type]
+    step = dataclasses.replace(step_profile(**profile), token_tile=8192)  # type: ignore[arg-type]
     fixed = {"kept": 0, "offloaded": 0, "on_device": 0}
     seconds = {}
     for may_leave in (False, True):
@@ -470,7 +470,7 @@ def test_inputs_leave_to_make_room_for_attention() -> None:
 @pytest.mark.parametrize("layers", [10, 40])
 def test_a_step_that_fits_with_one_number_of_inputs_away_is_found(layers: int) -> None:
     fixed = {"kept": 0, "offloaded": 0, "on_device": 0}
-    step, sizes = outline(layers=layers), model(layers=[LAYER] * layers)
+    step, sizes = step_profile(layers=layers), model(layers=[LAYER] * layers)
     for away in range(layers + 1):
         # Neither the device nor the host has room for one more.
         needed = peak_bytes(step, sizes, Counts(inputs_offloaded=away).placement(layers))
@@ -481,7 +481,7 @@ def test_a_step_that_fits_with_one_number_of_inputs_away_is_found(layers: int) -
 
 def test_results_of_attention_wait_on_the_host_as_far_as_it_has_room() -> None:
     profile = {"attention": OpCosts(), "attention_bytes": 5, "attention_seconds": 0.8}
-    step = dataclasses.replace(outline(**profile), token_tile=8192)  # type: ignore[arg-type]
+    step = dataclasses.replace(step_profile(**profile), token_tile=8192)  # type: ignore[arg-type]
     choices = {"kept": 0, "offloaded": 0, "on_device": 0}
     attending = []
     for host in (10**9, 40, 10):
@@ -501,10 +501,10 @@ def test_what_fits_in_no_way_takes_the_least_that_it_can() -> None:
     placements = []
     for inputs, host in ((None, 10**6), (None, 20), (None, 0), (0, 10**6)):
         free = choices if inputs is None else {**choices, "inputs_offloaded": inputs}
-        search = PlacementSearch(outline(), model(), MACHINE, 10, free, host_budget_bytes=host)
+        search = PlacementSearch(step_profile(), model(), MACHINE, 10, free, host_budget_bytes=host)
         assert search.best() is None
         placements.append(search.leanest())
-        assert placements[-1].peak_bytes == peak_bytes(outline(), model(), placements[-1].placement)
+        assert placements[-1].peak_bytes == peak_bytes(step_profile(), model(), placements[-1].placement)
     all_away, some_away, none, fixed = placements
     assert len(all_away.placement.inputs_offloaded) >= 8
     assert len(some_away.placement.inputs_offloaded) == 4
@@ -514,17 +514,20 @@ def test_what_fits_in_no_way_takes_the_least_that_it_can() -> None:
 
 def test_inputs_stay_where_the_host_has_no_room_for_them() -> None:
     choices = {"kept": 0, "offloaded": 0, "on_device": 0, "attention_kept": 0}
-    assert PlacementSearch(outline(), model(), MACHINE, SLOTS + 9 * 5 + 80, choices, host_budget_bytes=10).best() is None
-    assert PlacementSearch(outline(), model(), MACHINE, SLOTS + 9 * 5 + 80, choices, host_budget_bytes=100).best() is not None
+    assert PlacementSearch(step_profile(), model(), MACHINE, SLOTS + 9 * 5 + 80, choices, host_budget_bytes=10).best() is None
+    assert (
+        PlacementSearch(step_profile(), model(), MACHINE, SLOTS + 9 * 5 + 80, choices, host_budget_bytes=100).best()
+        is not None
+    )
 
 
 def test_accumulation_counts_the_gradients_that_wait_for_the_others() -> None:
     one, two = model(), model(micro_batches=2)
     placement = Counts(on_device=4).placement(LAYERS)
-    assert peak_bytes(outline(), two, placement) > peak_bytes(outline(), one, placement)
+    assert peak_bytes(step_profile(), two, placement) > peak_bytes(step_profile(), one, placement)
     assert (
-        simulate_step(outline(), two, placement, MACHINE).seconds
-        > 1.9 * simulate_step(outline(), one, placement, MACHINE).compute
+        simulate_step(step_profile(), two, placement, MACHINE).seconds
+        > 1.9 * simulate_step(step_profile(), one, placement, MACHINE).compute
     )
 
 
@@ -534,19 +537,19 @@ def test_fp32_sums_are_counted_on_the_device_and_in_the_hosts_time() -> None:
     changes = {"layers": [with_sums] * LAYERS, "groups_before": [group], "groups_after": [group]}
     placement = Counts(on_device=4).placement(LAYERS)
     plain, sums = model(micro_batches=2), model(micro_batches=2, **changes)
-    assert peak_bytes(outline(), sums, placement) == peak_bytes(outline(), plain, placement) + 4 * 20 + 2 * 2
+    assert peak_bytes(step_profile(), sums, placement) == peak_bytes(step_profile(), plain, placement) + 4 * 20 + 2 * 2
     assert with_sums.host_bytes == LAYER.host_bytes + 20
     streamed = Counts().placement(LAYERS)
     # 4 bytes of the step's 26 more for each backward.
     more = (
-        simulate_step(outline(), sums, streamed, MACHINE).host_step
-        - simulate_step(outline(), plain, streamed, MACHINE).host_step
+        simulate_step(step_profile(), sums, streamed, MACHINE).host_step
+        - simulate_step(step_profile(), plain, streamed, MACHINE).host_step
     )
     assert more == pytest.approx(2 * LAYERS * LAYER.parameters / MACHINE.host_step_parameters * 4 / 26)
 
 
 def test_a_host_without_room_is_no_reason_against_placements_that_offload_nothing() -> None:
-    search = PlacementSearch(outline(), model(), MACHINE, 10**6, {}, host_budget_bytes=-(10**9))
+    search = PlacementSearch(step_profile(), model(), MACHINE, 10**6, {}, host_budget_bytes=-(10**9))
     best = search.best()
     assert best is not None
     assert not best.placement.offloaded
@@ -557,11 +560,11 @@ BUDGETS = (MemoryBudget(0.0, 0.0, 1.0), MemoryBudget(0.4, 0.3, 0.5), MemoryBudge
 
 @pytest.mark.parametrize("room", [0, 60, 150, 250, 400, 1000])
 def test_layers_are_divided_between_two_neighbouring_memory_budgets_where_that_is_faster(room: int) -> None:
-    step = outline(recompute_seconds=1.0, budgets=BUDGETS)
+    step = step_profile(recompute_seconds=1.0, budgets=BUDGETS)
     choices = {"offloaded": 0, "inputs_offloaded": 0, "attention_kept": 0, "on_device": 0}
     budget = 200 + SLOTS + room
 
-    def best(step: StepOutline) -> Candidate:
+    def best(step: StepProfile) -> Candidate:
         found = PlacementSearch(step, model(), MACHINE, budget, choices).best()
         assert found is not None
         assert found.peak_bytes <= budget
@@ -569,7 +572,7 @@ def test_layers_are_divided_between_two_neighbouring_memory_budgets_where_that_i
 
     among_all, among_two = (
         best(step),
-        best(dataclasses.replace(step, profiles={"layer": outline(recompute_seconds=1.0).profiles["layer"]})),
+        best(dataclasses.replace(step, profiles={"layer": step_profile(recompute_seconds=1.0).profiles["layer"]})),
     )
     assert among_two.placement.budgets == (0.0, 1.0)
     assert among_all.placement.budgets in [(0.0, 0.4), (0.4, 0.6), (0.6, 1.0)]
@@ -579,7 +582,7 @@ def test_layers_are_divided_between_two_neighbouring_memory_budgets_where_that_i
 
 
 def test_a_layer_at_a_memory_budget_takes_its_share_of_time_and_memory() -> None:
-    step = outline(recompute_seconds=1.0, budgets=BUDGETS)
+    step = step_profile(recompute_seconds=1.0, budgets=BUDGETS)
 
     def placed(budgets: tuple[float, float], kept: int) -> tuple[float, int]:
         placement = Counts(kept=kept, budgets=budgets).placement(LAYERS)
@@ -596,7 +599,7 @@ def test_a_layer_at_a_memory_budget_takes_its_share_of_time_and_memory() -> None
 
 
 def test_what_a_memory_budget_has_recomputed_layers_save_waits_where_their_inputs_do() -> None:
-    step = outline(recompute_seconds=1.0, budgets=BUDGETS)
+    step = step_profile(recompute_seconds=1.0, budgets=BUDGETS)
     there, away = (Counts(inputs_offloaded=count, budgets=(0.4, 0.6)).placement(LAYERS) for count in (0, LAYERS))
     assert sum(sent_bytes(step, there)) == 0
     assert sum(sent_bytes(step, away)) == LAYERS * (5 + 0.3 * 50)
@@ -605,7 +608,7 @@ def test_what_a_memory_budget_has_recomputed_layers_save_waits_where_their_input
 
 
 def test_settings_that_say_how_many_layers_are_kept_keep_them_whole() -> None:
-    step = outline(recompute_seconds=1.0, budgets=BUDGETS)
+    step = step_profile(recompute_seconds=1.0, budgets=BUDGETS)
     found = PlacementSearch(step, model(), MACHINE, 10_000, {"kept": 3}).best()
     assert found is not None
     assert found.placement.budgets == (0.0, 1.0)
@@ -615,14 +618,14 @@ def test_settings_that_say_how_many_layers_are_kept_keep_them_whole() -> None:
 def test_of_several_ranks_each_copies_and_steps_its_share_of_the_gradients_that_all_exchange() -> None:
     group = dataclasses.replace(GROUP, gradient_bytes=4)  # whole bytes for each
     one = model(groups_before=[group], groups_after=[group])
-    alone = simulate_step(outline(), one, Placement(), MACHINE)
+    alone = simulate_step(step_profile(), one, Placement(), MACHINE)
     with_others = dataclasses.replace(one, ranks=4, exchange_bytes=math.inf)
-    of_four = simulate_step(outline(), with_others, Placement(), MACHINE)
+    of_four = simulate_step(step_profile(), with_others, Placement(), MACHINE)
     assert of_four.host_step == pytest.approx(alone.host_step / 4)
     assert of_four.d2h == pytest.approx(alone.d2h / 4)
     assert (of_four.h2d, of_four.compute) == pytest.approx((alone.h2d, alone.compute)), "layers are fetched whole"
     rate = 1e9
-    slower = simulate_step(outline(), dataclasses.replace(with_others, exchange_bytes=rate), Placement(), MACHINE)
+    slower = simulate_step(step_profile(), dataclasses.replace(with_others, exchange_bytes=rate), Placement(), MACHINE)
     exchanged = sum(unit.gradient_bytes for unit in [*with_others.layers, *with_others.groups, *with_others.groups])
     assert slower.d2h == pytest.approx(of_four.d2h + exchanged / rate), "those outside the layers come back as means"
     assert slower.compute > of_four.compute, "collectives take some of the device"
@@ -632,5 +635,5 @@ def test_gradients_of_layers_that_live_on_the_devices_are_exchanged_and_come_bac
     rate, every = 1e9, Counts(on_device=LAYERS, groups_on_device=True).placement(LAYERS)
     ranks = dataclasses.replace(model(), ranks=2, exchange_bytes=rate)
     exchanged = sum(unit.gradient_bytes for unit in [*ranks.layers, *ranks.groups])
-    assert simulate_step(outline(), model(), every, MACHINE).d2h == 0
-    assert simulate_step(outline(), ranks, every, MACHINE).d2h == pytest.approx(2 * exchanged / rate)
+    assert simulate_step(step_profile(), model(), every, MACHINE).d2h == 0
+    assert simulate_step(step_profile(), ranks, every, MACHINE).d2h == pytest.approx(2 * exchanged / rate)

@@ -13,18 +13,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.loss.products import standing_for_a_gpu
+from megatrain_accelerate.plan.fake_step import profile_step
 from megatrain_accelerate.plan.placement import peak_bytes
-from megatrain_accelerate.plan.step_memory import LiveBytes, buffers_put_back
-from megatrain_accelerate.plan.step_outline import outline_step
+from megatrain_accelerate.plan.step_memory import LiveBytes, buffers_restored
 
 
 def predicted(length: int = 32, **changes: object) -> int:
     model = tiny_model(**changes).train()
     engine = attach(model)
     ids = token_batches(1, length=length)[0]
-    outline = outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+    step_profile = profile_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
     sizes = engine.device_plan.model_sizes()
-    step_bytes = peak_bytes(outline, sizes, Placement()) - sizes.slot_bytes - sizes.gradient_slot_bytes
+    step_bytes = peak_bytes(step_profile, sizes, Placement()) - sizes.slot_bytes - sizes.gradient_slot_bytes
     engine.close()
     return step_bytes
 
@@ -88,7 +88,7 @@ def test_prediction_leaves_the_model_as_it_was() -> None:
     ids = token_batches(1)[0]
     before = {name: (id(p), p.data_ptr(), p.grad) for name, p in model.named_parameters()}
     state = torch.get_rng_state()
-    outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+    profile_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
     assert torch.equal(torch.get_rng_state(), state)
     assert {name: (id(p), p.data_ptr(), p.grad) for name, p in model.named_parameters()} == before
     assert engine.runtime.meter.counters.weight_fetches == 0
@@ -121,7 +121,7 @@ def test_prediction_grows_with_the_batch(length: int) -> None:
 def test_buffers_hold_after_a_trial_run_what_they_held_before() -> None:
     norm = torch.nn.BatchNorm1d(4).train()
     before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
-    with buffers_put_back(norm):
+    with buffers_restored(norm):
         norm(torch.randn(8, 4))
         assert not torch.equal(norm.running_mean, before["running_mean"])  # type: ignore[arg-type]
     assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())
@@ -140,8 +140,8 @@ def test_a_branch_that_nothing_needs_counts_for_nothing() -> None:
             layer.mlp.act_fn = nn.Sequential(layer.mlp.act_fn, Watched() if is_watched else nn.Identity())
         engine = attach(model)
         ids = token_batches(1)[0]
-        outline = outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
-        (profile,) = outline.profiles.values()
-        kept.append((profile.kept_bytes, outline.events[-1].live_bytes))
+        step_profile = profile_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+        (profile,) = step_profile.profiles.values()
+        kept.append((profile.kept_bytes, step_profile.events[-1].live_bytes))
         engine.close()
     assert kept[0] == kept[1]

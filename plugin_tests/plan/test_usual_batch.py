@@ -21,10 +21,10 @@ from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.other_batches import BatchExtent
 from megatrain_accelerate.plan.placement import peak_bytes
 from megatrain_accelerate.plan.plan_record import PlanRecord
-from megatrain_accelerate.plan.step_profile import StepOutline
+from megatrain_accelerate.plan.step_profile import StepProfile
 from megatrain_accelerate.units import GIB, MIB
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=1e8, device_bytes=4e12, device_flops=7e14)
 """Its host is so slow that states belong on the device."""
@@ -61,7 +61,7 @@ def taken_bytes(run: Training, inputs: dict[str, torch.Tensor]) -> int:
     """What a step on the batch takes by the policy that it runs with."""
     plan, runtime = run.engine.device_plan, run.engine.runtime
     with replaced(runtime.calls, "real", real_tokens(inputs)):
-        exact = device_plan.outline_step(run.model, runtime, inputs, run.engine.device)
+        exact = device_plan.profile_step(run.model, runtime, inputs, run.engine.device)
     return plan.fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), runtime.calls.policy)
 
 
@@ -171,18 +171,18 @@ def test_layers_that_a_setting_has_on_the_device_stay_there() -> None:
 
 def test_what_grows_more_slowly_than_the_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss by tiles takes as much of all batches but small ones: those between need more than the line says."""
-    outline_step = device_plan.outline_step
+    profile_step = device_plan.profile_step
 
-    def flattened(model: object, runtime: object, inputs: dict[str, torch.Tensor], device: object) -> StepOutline:
-        outline = outline_step(model, runtime, inputs, device)  # type: ignore[arg-type]
+    def flattened(model: object, runtime: object, inputs: dict[str, torch.Tensor], device: object) -> StepProfile:
+        step_profile = profile_step(model, runtime, inputs, device)  # type: ignore[arg-type]
         flat = min(inputs["input_ids"].numel(), 8 * 90) * 100_000
         more = [
             dataclasses.replace(event, peak_bytes=event.peak_bytes + flat, live_bytes=event.live_bytes + flat)
-            for event in outline.events
+            for event in step_profile.events
         ]
-        return dataclasses.replace(outline, events=tuple(more))
+        return dataclasses.replace(step_profile, events=tuple(more))
 
-    monkeypatch.setattr(device_plan, "outline_step", flattened)
+    monkeypatch.setattr(device_plan, "profile_step", flattened)
     run = planned(90)
     for length in (48, 64, 40, 56, 128):
         inputs = batch(length)

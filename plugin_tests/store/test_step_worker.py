@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatrain_accelerate.errors import StepWorkerError
-from megatrain_accelerate.store.step_worker import StepWorker, Ticket
+from megatrain_accelerate.store.step_worker import Future, StepWorker
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -37,12 +37,12 @@ def test_work_runs_in_the_order_of_submission_in_one_named_thread(worker: StepWo
 
 def test_submit_returns_before_the_work_is_done_and_wait_after(worker: StepWorker) -> None:
     go = threading.Event()
-    ticket = worker.submit("wait", lambda: go.wait() and None)
-    assert not ticket.is_done
+    future = worker.submit("wait", lambda: go.wait() and None)
+    assert not future.is_done
     go.set()
-    ticket.wait()
-    assert ticket.is_done
-    ticket.wait()  # again
+    future.wait()
+    assert future.is_done
+    future.wait()  # again
 
 
 def test_drain_waits_for_the_last_and_needs_no_work(worker: StepWorker) -> None:
@@ -90,12 +90,12 @@ def test_errors_that_are_no_exceptions_are_not_lost_either(worker: StepWorker, e
 
 def test_many_threads_may_wait_for_a_failure(worker: StepWorker) -> None:
     go = threading.Event()
-    ticket = worker.submit("bad", lambda: go.wait() and fail())
+    future = worker.submit("bad", lambda: go.wait() and fail())
     causes: list[BaseException | None] = []
 
     def wait() -> None:
         try:
-            ticket.wait()
+            future.wait()
         except StepWorkerError as error:
             causes.append(error.__cause__)
 
@@ -144,16 +144,16 @@ def test_the_worker_lets_go_of_work_that_is_done(worker: StepWorker) -> None:
     worker.drain()
     deadline = time.monotonic() + 5
     while gone() is not None and time.monotonic() < deadline:
-        time.sleep(0.001)  # the ticket is finished a moment before the thread drops its references
+        time.sleep(0.001)  # the future is finished a moment before the thread drops its references
         gc.collect()
     assert gone() is None
 
 
-def test_a_ticket_of_no_worker_waits_until_it_is_finished() -> None:
-    ticket = Ticket("alone")
-    threading.Timer(0.02, ticket.finish).start()
-    ticket.wait()
-    assert ticket.is_done
+def test_a_future_of_no_worker_waits_until_it_is_finished() -> None:
+    future = Future("alone")
+    threading.Timer(0.02, future.finish).start()
+    future.wait()
+    assert future.is_done
 
 
 def test_nothing_that_a_watch_called_is_under_way_when_it_has_ended(worker: StepWorker) -> None:

@@ -16,8 +16,8 @@ from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+from megatrain_accelerate.plan.fake_step import profile_step
 from megatrain_accelerate.plan.placement import Counts, peak_bytes
-from megatrain_accelerate.plan.step_outline import outline_step
 from megatrain_accelerate.store.host_pool import HostPool
 from megatrain_accelerate.transfer import activation_offload
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader, Recording
@@ -26,7 +26,7 @@ from megatrain_accelerate.transfer.meter import Meter
 from megatrain_accelerate.transfer.streams import Streams
 from megatrain_accelerate.units import MIB
 
-pytestmark = pytest.mark.usefixtures("outlined_once")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_device_memory_is_given_up_one_run_later(offloader: ActivationOffloader,
     assert len(offloader.leaving) == 0
     for position in (3, 2, 1, 0):
         offloader.bring_back(tape, position, 0)
-        back = [place.parcel.on_device is not None for place, _ in places[: position + 1] if place is not None]
+        back = [place.saved.on_device is not None for place, _ in places[: position + 1] if place is not None]
         # This run's and the next one's.
         assert back == [index >= position - 1 for index in range(position + 1)]
 
@@ -172,7 +172,7 @@ def test_between_runs_that_leave_others_have_time_for_the_copies(
     back = []
     for position in range(8, -1, -1):
         offloader.bring_back(tape, position, 0)
-        back.append([place.parcel.on_device is not None for place, _ in places if place is not None])
+        back.append([place.saved.on_device is not None for place, _ in places if place is not None])
         while len(places) * 3 - 3 >= position:
             places.pop()  # its backward is over
     assert back == [
@@ -340,14 +340,14 @@ def test_the_predicted_step_counts_offloaded_activations_only_on_their_way(small
     model = tiny_model(num_hidden_layers=12, vocab_size=16).train()
     engine = attach(model)
     ids = token_batches(1, vocabulary=16, length=128)[0]
-    outline = outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+    step_profile = profile_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
     sizes = engine.device_plan.model_sizes()
 
     def predicted(kept: int, offloaded: int, inputs: bool = False) -> int:
         placement = Counts(kept=kept, offloaded=offloaded, inputs_offloaded=12 * inputs).placement(12)
-        return peak_bytes(outline, sizes, placement)
+        return peak_bytes(step_profile, sizes, placement)
 
-    (profile,) = outline.profiles.values()
+    (profile,) = step_profile.profiles.values()
     hidden = 2 * 128 * 64 * 2
     assert profile.input_bytes == hidden
     assert 0.9 * profile.kept_bytes < profile.offloaded_bytes <= profile.kept_bytes

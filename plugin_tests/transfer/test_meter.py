@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatrain_accelerate.integrations.telemetry import bound_by, bound_shares, describe_bound
-from megatrain_accelerate.store.step_worker import Ticket
+from megatrain_accelerate.store.step_worker import Future
 from megatrain_accelerate.transfer.meter import Cause, Counters, Meter, UpdateGate
 from megatrain_accelerate.transfer.streams import Streams
 
@@ -93,9 +93,9 @@ def test_an_applied_step_costs_no_events(meter: Meter, clock: DeviceClock) -> No
     gate = UpdateGate()
     meter.wait_for_step("a layer", gate)
     assert clock.made == 0
-    ticket = Ticket("step")
-    gate.close_until(ticket)
-    threading.Timer(0.01, ticket.finish).start()
+    future = Future("step")
+    gate.close_until(future)
+    threading.Timer(0.01, future.finish).start()
     meter.wait_for_step("a layer", gate)
     assert clock.made == 2
 

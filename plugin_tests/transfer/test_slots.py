@@ -12,7 +12,7 @@ from torch import nn
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.store.layout import FlatLayout, ParameterSpec
-from megatrain_accelerate.store.step_worker import Ticket
+from megatrain_accelerate.store.step_worker import Future
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.meter import Meter
 from megatrain_accelerate.transfer.prefetch import Prefetcher
@@ -137,13 +137,13 @@ def test_what_the_slots_still_hold_is_not_fetched_again(kernels: HostKernels) ->
 
 def test_a_layer_whose_step_is_pending_is_not_prefetched_and_waited_for_when_used(kernels: HostKernels) -> None:
     bench = Bench(3, kernels)
-    ticket = Ticket("step")
+    future = Future("step")
     bench.layers[1].unit.version += 1
-    bench.layers[1].gate.close_until(ticket)
+    bench.layers[1].gate.close_until(future)
     bench.use(0, [1, 2])
     assert bench.fetches == 1, "neither the layer that isn't ready nor one behind it"
     bench.layers[1].unit.states[0].weight += 7
-    ticket.finish()
+    future.finish()
     bench.use(0, [1, 2])
     assert bench.fetches == 3
     bench.use(1, [])

@@ -1,4 +1,4 @@
-"""Outlines of steps that many tests of a file take alike: each is run once.
+"""Profiles of steps that many tests of a file take alike: each is run once.
 
 A run without data takes most of the time of a training of a few steps on a tiny model. What is a test's own (optimizers,
 schedules, arguments of the Trainer, faults) doesn't reach it.
@@ -15,10 +15,10 @@ from torch import nn
 
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.loss import tiled_cross_entropy
-from megatrain_accelerate.plan.step_profile import StepOutline
+from megatrain_accelerate.plan.step_profile import StepProfile
 from megatrain_accelerate.transfer import activation_offload
 
-Outlines = dict[Hashable, StepOutline]
+Profiles = dict[Hashable, StepProfile]
 
 
 def _tensor_key(tensor: torch.Tensor) -> Hashable:
@@ -55,7 +55,7 @@ def _value_key(value: Any) -> str:
 
 
 def _step_key(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> Hashable:
-    """Equal for steps of equal outlines."""
+    """Equal for steps of equal step profiles."""
     config, real = getattr(model, "config", None), runtime.calls.real
     return (
         tuple((name, _module_key(module)) for name, module in model.named_modules()),
@@ -73,13 +73,15 @@ def _step_key(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, 
     )
 
 
-def remembering(outline_step: Callable[..., StepOutline], made: Outlines) -> Callable[..., StepOutline]:
-    """``outline_step`` that takes outlines of equal steps from those ``made`` before."""
+def remembering(profile_step: Callable[..., StepProfile], made: Profiles) -> Callable[..., StepProfile]:
+    """``profile_step`` that takes step profiles of equal steps from those ``made`` before."""
 
-    def outline(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> StepOutline:
+    def step_profile(
+        model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device
+    ) -> StepProfile:
         key = _step_key(model, runtime, inputs, device)
         if key not in made:
-            made[key] = outline_step(model, runtime, inputs, device)
+            made[key] = profile_step(model, runtime, inputs, device)
         return made[key]
 
-    return outline
+    return step_profile

@@ -14,8 +14,8 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from versions import older
 
 from megatrain_accelerate.layers.layer import StreamedLayer
-from megatrain_accelerate.plan.step_memory import dry_model
-from megatrain_accelerate.plan.step_outline import outline_step
+from megatrain_accelerate.plan.fake_step import profile_step
+from megatrain_accelerate.plan.step_memory import fake_model
 
 BATCH, LENGTH = 2, 48
 
@@ -61,7 +61,7 @@ INPUTS: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
 }
 
 
-def masks_of(model: nn.Module, inputs: dict[str, torch.Tensor], engine: Any, dry: bool) -> list[tuple[int, ...] | None]:
+def masks_of(model: nn.Module, inputs: dict[str, torch.Tensor], engine: Any, fake: bool) -> list[tuple[int, ...] | None]:
     """The shape of each layer's mask, in call order."""
     found: list[tuple[int, ...] | None] = []
 
@@ -71,9 +71,9 @@ def masks_of(model: nn.Module, inputs: dict[str, torch.Tensor], engine: Any, dry
         return args[0]
 
     with engine.runtime.layers_run_by(look):
-        if dry:
-            with dry_model(model, inputs, engine.device) as (dry_inputs, live), live:
-                model.forward(**dry_inputs)
+        if fake:
+            with fake_model(model, inputs, engine.device) as (fake_inputs, live), live:
+                model.forward(**fake_inputs)
         else:
             model.forward(**inputs)
     return found
@@ -82,23 +82,23 @@ def masks_of(model: nn.Module, inputs: dict[str, torch.Tensor], engine: Any, dry
 @pytest.mark.parametrize("given", INPUTS)
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("make", [tiny_model, tiny_gemma], ids=["causal", "sliding windows"])
-def test_a_dry_run_makes_the_masks_of_a_real_one(make: Callable[..., nn.Module], use_cache: bool, given: str) -> None:
+def test_a_fake_run_makes_the_masks_of_a_real_one(make: Callable[..., nn.Module], use_cache: bool, given: str) -> None:
     model = make(use_cache=use_cache).train()
     engine = attach(model)
     ids = token_batches(1, batch=BATCH, length=LENGTH)[0]
     inputs = {"input_ids": ids, "labels": ids, **INPUTS[given]()}
     # As in training, where the engine decides against a cache.
-    real = masks_of(model, {**inputs, "use_cache": False}, engine, dry=False)
-    assert masks_of(model, inputs, engine, dry=True) == real
+    real = masks_of(model, {**inputs, "use_cache": False}, engine, fake=False)
+    assert masks_of(model, inputs, engine, fake=True) == real
     assert len(real) == model.config.num_hidden_layers
     engine.close()
 
 
-def test_the_outline_of_a_long_sequence_has_no_mask_of_all_tokens_by_all() -> None:
+def test_the_profile_of_a_long_sequence_has_no_mask_of_all_tokens_by_all() -> None:
     model = tiny_model(use_cache=False, max_position_embeddings=1 << 17).train()
     engine = attach(model)
     ids = token_batches(1, batch=1, length=1 << 17)[0]
-    outline = outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+    step_profile = profile_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
     # A mask would have 16 GiB; logits and what the loss makes of them are what else is large, and come after the layers.
-    assert max(event.live_bytes for event in outline.forward_calls) < 1 << 30
+    assert max(event.live_bytes for event in step_profile.forward_calls) < 1 << 30
     engine.close()

@@ -1,4 +1,4 @@
-"""The outline of a training step: what lives and what is computed outside the layers, call by call, and what a layer costs. It
+"""The profile of a training step: what lives and what is computed outside the layers, call by call, and what a layer costs. It
 is made by one run without data (:mod:`.step_memory`), with each layer replaced by an empty node. Any placement's peak of
 memory and time follow by arithmetic (:mod:`.step_simulation`), so that hundreds can be weighed."""
 
@@ -31,11 +31,11 @@ from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.token_tiles import tokens_of
 from megatrain_accelerate.layers.unpadded_layer import batch_of
-from megatrain_accelerate.plan.step_memory import LiveBytes, OpCosts, dry_model, loss_of
-from megatrain_accelerate.plan.step_profile import Event, LayerProfile, SavedInForward, StepOutline
+from megatrain_accelerate.plan.step_memory import LiveBytes, OpCosts, fake_model, loss_of
+from megatrain_accelerate.plan.step_profile import Event, LayerProfile, SavedInForward, StepProfile
 from megatrain_accelerate.transfer import activation_offload
 
-Reckoning = Callable[[StreamedLayer, LayerProfile, SavedInForward], LayerProfile]
+CostEstimate = Callable[[StreamedLayer, LayerProfile, SavedInForward], LayerProfile]
 
 _KNOWN_PACKAGES = ("transformers", "peft")
 
@@ -105,10 +105,12 @@ class _EmptyLayer(torch.autograd.Function):
         return (None, None, *gradients)
 
 
-class _Outliner:
+class _StepProfiler:
     """Runs in the place of the layers and notes the events."""
 
-    def __init__(self, live: LiveBytes, runtime: StreamingRuntime, device: torch.device, reckoning: Reckoning | None) -> None:
+    def __init__(
+        self, live: LiveBytes, runtime: StreamingRuntime, device: torch.device, cost_estimate: CostEstimate | None
+    ) -> None:
         self.events: list[Event] = []
         self.profiles: dict[Hashable, LayerProfile] = {}
         self._live = live
@@ -116,7 +118,7 @@ class _Outliner:
         self._cut, self._calls = runtime.batch_cut, runtime.calls
         self._row: RealTokens | None = None
         """What the call in progress runs on, if that isn't a batch."""
-        self._reckoning = reckoning
+        self._cost_estimate = cost_estimate
         self.costs_before = OpCosts()
         """Those at the last event."""
         self._outputs: dict[Hashable, tuple[Callable[[Sequence[torch.Tensor]], Any], list[tuple[Any, ...]]]] = {}
@@ -238,8 +240,8 @@ class _Outliner:
             expert_bytes=expert_bytes,
             length=length,
         )
-        if self._reckoning is not None:
-            profile = self._reckoning(layer, profile, in_forward)
+        if self._cost_estimate is not None:
+            profile = self._cost_estimate(layer, profile, in_forward)
         self.profiles[kind] = profile.of_pieces(split, whole_bytes)
         live.take_peak()
         self.costs_before = live.costs
@@ -253,36 +255,36 @@ def as_leaves(
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().requires_grad_(next(needs)), (args, kwargs))
 
 
-def outline_step(
+def profile_step(
     model: nn.Module,
     runtime: StreamingRuntime,
     inputs: Mapping[str, Any],
     device: torch.device,
-    reckoning: Reckoning | None = None,
-) -> StepOutline:
+    cost_estimate: CostEstimate | None = None,
+) -> StepProfile:
     """Runs the model's forward and backward once without data, as they will run on the device. ``inputs`` are the keyword
-    arguments of the real call; without labels among them the loss is the sum over the output. ``reckoning`` makes of a call's
-    profile, or of its first piece's, one with times. Raises whatever the model raises when it looks at data
-    (``FakeTensorMode`` has none)."""
-    with dry_model(model, inputs, device) as (dry_inputs, live):
+    arguments of the real call; without labels among them the loss is the sum over the output. ``cost_estimate`` adds times to
+    the profile of a call or of its first piece. Raises whatever the model raises when it looks at data (``FakeTensorMode``
+    has none)."""
+    with fake_model(model, inputs, device) as (fake_inputs, live):
         runtime.batch_cut.begin(dict(inputs))
-        outliner = _Outliner(live, runtime, device, reckoning)
-        with runtime.layers_run_by(outliner), live:
-            with _sums_divided_by(dry_inputs.get("num_items_in_batch")) as sums:
-                loss = loss_of(model.forward(**dry_inputs), device)
+        profiler = _StepProfiler(live, runtime, device, cost_estimate)
+        with runtime.layers_run_by(profiler), live:
+            with _sums_divided_by(fake_inputs.get("num_items_in_batch")) as sums:
+                loss = loss_of(model.forward(**fake_inputs), device)
             is_sum = any(loss is one for one in sums) and not _has_own_loss_code(model)
             sums.clear()
             loss.backward()
-            peak, costs = live.take_peak(), live.costs - outliner.costs_before
+            peak, costs = live.take_peak(), live.costs - profiler.costs_before
     way = (runtime.token_tile, runtime.batch_cut.chosen)
-    return StepOutline(tuple(outliner.events), peak, costs, outliner.profiles, *way, sums_loss=is_sum)
+    return StepProfile(tuple(profiler.events), peak, costs, profiler.profiles, *way, sums_loss=is_sum)
 
 
 def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> int:
-    """The most bytes that a forward without gradients has alive besides the engine's; raises as :func:`outline_step` does."""
+    """The most bytes that a forward without gradients has alive besides the engine's; raises as :func:`profile_step` does."""
     as_they_are = runtime.layers_run_by(StreamedLayer.run)
-    with dry_model(model, inputs, device) as (dry_inputs, live), as_they_are, torch.no_grad(), live:
-        model.forward(**dry_inputs)
+    with fake_model(model, inputs, device) as (fake_inputs, live), as_they_are, torch.no_grad(), live:
+        model.forward(**fake_inputs)
     return live.peak_bytes
 
 

@@ -1,4 +1,4 @@
-"""The outlines that tests share are those that each would have made."""
+"""The step profiles that tests share are those that each would have made."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import attach
-from outline_cache import Outlines, remembering
+from profile_cache import Profiles, remembering
 from torch import nn
 from trainer_runs import examples, tiny_llama
 
-from megatrain_accelerate.plan.step_outline import outline_step
+from megatrain_accelerate.plan.fake_step import profile_step
 
 CPU = torch.device("cpu")
 
@@ -38,45 +38,47 @@ def with_another_loss() -> nn.Module:
     return model
 
 
-def test_an_equal_step_has_the_outline_of_the_first() -> None:
-    outline = remembering(outline_step, {})
+def test_an_equal_step_has_the_profile_of_the_first() -> None:
+    step_profile = remembering(profile_step, {})
     models = [tiny_llama() for _ in range(3)]
     runtimes = [attach(model).runtime for model in models]
-    first, second = (outline(model, runtime, batch(), CPU) for model, runtime in zip(models[:2], runtimes[:2], strict=True))
+    first, second = (
+        step_profile(model, runtime, batch(), CPU) for model, runtime in zip(models[:2], runtimes[:2], strict=True)
+    )
     assert first is second
-    assert first == outline_step(models[2], runtimes[2], batch(), CPU)
+    assert first == profile_step(models[2], runtimes[2], batch(), CPU)
 
 
 @pytest.mark.parametrize("make", [frozen, with_another_loss, lambda: tiny_llama(attention_dropout=0.1)])
-def test_another_model_has_an_outline_of_its_own(make: Callable[[], nn.Module]) -> None:
-    made: Outlines = {}
+def test_another_model_has_an_profile_of_its_own(make: Callable[[], nn.Module]) -> None:
+    made: Profiles = {}
     for build in (tiny_llama, make):
         model = build()
-        remembering(outline_step, made)(model, attach(model).runtime, batch(), CPU)
+        remembering(profile_step, made)(model, attach(model).runtime, batch(), CPU)
     assert len(made) == 2
 
 
-def test_other_tokens_have_the_same_outline() -> None:
+def test_other_tokens_have_the_same_profile() -> None:
     models = [tiny_llama() for _ in range(2)]
     runtimes = [attach(model).runtime for model in models]
-    outline = remembering(outline_step, {})
+    step_profile = remembering(profile_step, {})
     other = {name: ids.flip(1) for name, ids in batch().items()}
     assert not torch.equal(other["input_ids"], batch()["input_ids"])
-    first = outline(models[0], runtimes[0], batch(), CPU)
-    assert outline(models[0], runtimes[0], other, CPU) is first
-    assert outline_step(models[1], runtimes[1], other, CPU) == first
+    first = step_profile(models[0], runtimes[0], batch(), CPU)
+    assert step_profile(models[0], runtimes[0], other, CPU) is first
+    assert profile_step(models[1], runtimes[1], other, CPU) == first
 
 
-def test_another_batch_and_another_way_have_outlines_of_their_own() -> None:
-    made: Outlines = {}
+def test_another_batch_and_another_way_have_profiles_of_their_own() -> None:
+    made: Profiles = {}
     model = tiny_llama()
     runtime = attach(model).runtime
-    outline = remembering(outline_step, made)
-    outline(model, runtime, batch(), CPU)
-    outline(model, runtime, batch(8), CPU)
-    outline(model, runtime, {**batch(), "labels": batch()["labels"].masked_fill(batch()["labels"] < 9, -100)}, CPU)
+    step_profile = remembering(profile_step, made)
+    step_profile(model, runtime, batch(), CPU)
+    step_profile(model, runtime, batch(8), CPU)
+    step_profile(model, runtime, {**batch(), "labels": batch()["labels"].masked_fill(batch()["labels"] < 9, -100)}, CPU)
     runtime.batch_cut.chosen = 1
-    outline(model, runtime, batch(), CPU)
+    step_profile(model, runtime, batch(), CPU)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        outline(model, runtime, batch(), CPU)
+        step_profile(model, runtime, batch(), CPU)
     assert len(made) == 5

@@ -24,7 +24,7 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 
-Again = Callable[[], contextlib.AbstractContextManager[None]]
+Restored = Callable[[], contextlib.AbstractContextManager[None]]
 """Returns a context manager that restores saved state for its block."""
 
 _COPIED_UNSEEN_BYTES = 16 * MIB
@@ -34,7 +34,7 @@ BufferValues = list[tuple[nn.Module, str, torch.Tensor]]
 """(module, name, copy) of buffers as they were before a run."""
 
 
-def autocast_again(device_type: str) -> Again:
+def autocast_restored(device_type: str) -> Restored:
     """Saves the current autocast settings of one device type and of the CPU."""
     settings = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {device_type, "cpu"}]
 
@@ -62,7 +62,7 @@ def put_in(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]
             table[name] = value
 
 
-class RandomState:
+class RngState:
     """A snapshot of the random generators: torch's (CPU and ``device``), Python's, NumPy's."""
 
     def __init__(self, device: torch.device) -> None:
@@ -72,7 +72,7 @@ class RandomState:
         self._python = random.getstate()
         self._numpy = np.random.get_state(legacy=False)  # legacy=False works for every bit generator of NumPy
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restores the generators: the next random numbers are those that were drawn after the snapshot."""
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
@@ -82,19 +82,19 @@ class RandomState:
 
     def has_advanced(self) -> bool:
         """Whether a number was drawn since, but for NumPy's."""
-        now = RandomState(self._device)
+        now = RngState(self._device)
         pairs = ((now._cpu, self._cpu), (now._cuda, self._cuda))
         return now._python != self._python or any(a is not None and b is not None and not a.equal(b) for a, b in pairs)
 
 
 @contextlib.contextmanager
-def random_numbers_put_back(device: torch.device) -> Iterator[None]:
+def rng_state_restored(device: torch.device) -> Iterator[None]:
     """Restores the generators after the block: ``torch.random.fork_rng()`` for all of them."""
-    before = RandomState(device)
+    before = RngState(device)
     try:
         yield
     finally:
-        before.put_back()
+        before.restore()
 
 
 def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
@@ -103,10 +103,10 @@ def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
     return {name: dict(own[name]) for name in _HOOKS if own[name]}
 
 
-def surroundings_again(device: torch.device, module: nn.Module) -> Again:
+def forward_state_restored(device: torch.device, module: nn.Module) -> Restored:
     """Saves random state, autocast, modes and hooks, which may all have changed when the layer is recomputed: by an evaluation
     between forward and backward, or PEFT's hooks for one forward. Hooks on the layer itself run outside what is recomputed."""
-    random_numbers, autocast = RandomState(device), autocast_again(device.type)
+    rng_state, autocast = RngState(device), autocast_restored(device.type)
     modules = [(part, part.training, _hooks(part) if part is not module else None) for part in module.modules()]
 
     @contextlib.contextmanager
@@ -117,8 +117,8 @@ def surroundings_again(device: torch.device, module: nn.Module) -> Again:
                 entries.append((part.__dict__, "training", training))
             if hooks is not None and hooks != _hooks(part):
                 entries += [(part.__dict__, name, OrderedDict(hooks.get(name, {}))) for name in _HOOKS]
-        with random_numbers_put_back(device), autocast(), put_in(entries):
-            random_numbers.put_back()
+        with rng_state_restored(device), autocast(), put_in(entries):
+            rng_state.restore()
             yield
 
     return entered
