@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 failure: BaseException | None = None
-"""What went wrong in :func:`install`; raised when the plugin is activated."""
+"""The exception that :func:`install` caught. It is raised when the plugin is activated."""
 
 
 def install() -> None:
@@ -32,17 +32,13 @@ def install() -> None:
 
 
 class _Alarm:
-    """Stands in for the hook that couldn't be installed: reports why to a process that was asked to use the plugin.
+    """Takes the place of the hook that couldn't be installed: tells a process that was asked to use the plugin why it can't.
 
     Without it such a process would train without the plugin, or be told that ``--megatrain`` is an unknown argument.
     """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        """Finds nothing.
-
-        Raises:
-            RuntimeError: accelerate or transformers is imported in a process that asks for the plugin.
-        """
+        """Finds nothing. Raises ``RuntimeError`` if a process that asks for the plugin imports accelerate or transformers."""
         if fullname.startswith(("accelerate.", "transformers.")) and failure is not None and _is_asked_for():
             raise RuntimeError(
                 "megatrain_accelerate was asked for but can't be loaded "

@@ -15,11 +15,11 @@ ENV_ACTIVE = "MEGATRAIN_ACTIVE"
 ENV_CONFIG = "MEGATRAIN_CONFIG"
 """The settings as JSON, set by the launcher beside :data:`ENV_ACTIVE`."""
 ENV_DISABLE = "MEGATRAIN_DISABLE"
-"""A user's off switch: with 1 nothing is hooked and nothing is activated."""
+"""A user's off switch: if it is 1, nothing is hooked and nothing is activated."""
 
 _active_config: MegatrainConfig | None = None
 _base_config: MegatrainConfig | None = None
-"""What the launcher or ``enable()`` set; training arguments add to it."""
+"""The settings of the launcher or ``enable()``. Training arguments are laid over them."""
 
 
 def is_disabled() -> bool:
@@ -29,8 +29,9 @@ def is_disabled() -> bool:
 def activate(
     settings: MegatrainConfig | Mapping[str, Any] | str | None = None, arguments: Mapping[str, Any] | None = None
 ) -> MegatrainConfig:
-    """Switches the plugin on for this process, with settings that replace earlier ones; with ``arguments``, those of training
-    arguments, on top of the settings in force. Raises ``ConfigError`` where they are wrong, or the off switch is set."""
+    """Switches the plugin on for this process and returns the settings in force. ``settings`` replace all earlier ones.
+    ``arguments``, the settings in a Trainer's training arguments, are laid over those of the launcher or ``enable()`` instead.
+    Raises ``ConfigError`` if a setting is wrong, or the off switch is set."""
     from megatrain_accelerate.config import MegatrainConfig
     from megatrain_accelerate.errors import ConfigError
 
@@ -47,8 +48,8 @@ def activate(
 
 
 def is_on_for(arguments: Any) -> bool:
-    """Whether the plugin is on for a Trainer with these training arguments; with None, for code without a Trainer. The
-    launcher and ``enable()`` switch it on for all Trainers; arguments do so for those that they are given to."""
+    """Whether the plugin is on for a Trainer with these training arguments, or with None for code without a Trainer. The
+    launcher and ``enable()`` switch it on for all Trainers, training arguments only for the Trainers that get them."""
     is_on = active_config() is not None
     return is_on and (arguments is None or _base_config is not None or bool(getattr(arguments, "megatrain", False)))
 
@@ -65,9 +66,9 @@ def config_for(arguments: Any) -> MegatrainConfig:
 
 
 def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The settings that a person gave: a mapping, a JSON object, or the path of a yaml or JSON file, with the keys of
-    ``megatrain_config`` or as an accelerate config with that section. Keys and values aren't checked here. Raises
-    ``ConfigError`` where the file is missing, or its content isn't a mapping."""
+    """Reads settings that a person gave: a mapping, a JSON object, or the path of a yaml or JSON file. The file has the keys
+    of ``megatrain_config``, or is an accelerate config with that section. Keys and values aren't checked here. Raises
+    ``ConfigError`` if the file can't be read, or its content isn't a mapping."""
     from megatrain_accelerate.config import require_mapping
     from megatrain_accelerate.errors import ConfigError
 
@@ -86,7 +87,7 @@ def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def deactivate() -> None:
-    """Switches the plugin off for models prepared from now on; prepared ones keep streaming."""
+    """Switches the plugin off for models prepared from now on. Prepared models keep streaming."""
     global _active_config, _base_config
     _active_config = _base_config = None
     os.environ.pop(ENV_ACTIVE, None)
@@ -94,7 +95,7 @@ def deactivate() -> None:
 
 
 def active_config() -> MegatrainConfig | None:
-    """The settings of this process, or None where it is off. Raises ``ConfigError`` where the launcher's are malformed."""
+    """The settings of this process, or None if the plugin is off. Raises ``ConfigError`` if the launcher's are malformed."""
     if _active_config is not None:
         return _active_config
     if is_disabled() or os.environ.get(ENV_ACTIVE) != "1":

@@ -1,4 +1,4 @@
-"""What a script may call: switch the plugin on and off, and wait for the steps that are under way."""
+"""The functions for scripts: switch the plugin on and off, wait for steps that are under way, export fp32 weights."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def enable(config: MegatrainConfig | Mapping[str, Any] | str | None = None, **se
     """Switches the plugin on for this process, as the launcher's ``--megatrain`` does. Works at any time before ``prepare``.
 
     Args:
-        config: the settings, as an object, a mapping, JSON, or the path of a yaml file; or none, for the defaults.
-        settings: single settings instead.
+        config: the settings as a ``MegatrainConfig``, a mapping, JSON or the path of a yaml file; the defaults if left out.
+        settings: single settings, instead of ``config``.
 
     Returns:
         The settings in force.
 
     Raises:
-        ConfigError: an unknown or malformed setting, both kinds of arguments, or ``MEGATRAIN_DISABLE`` is set.
+        ConfigError: a setting is unknown or malformed, both kinds of arguments are given, or ``MEGATRAIN_DISABLE`` is set.
         PatchError: Accelerate or Transformers isn't what the integration was written for.
     """
     if config is not None and settings:
@@ -43,15 +43,15 @@ def enable(config: MegatrainConfig | Mapping[str, Any] | str | None = None, **se
 
 
 def disable() -> None:
-    """Switches the plugin off for what is prepared from now on; prepared models keep streaming."""
+    """Switches the plugin off for models prepared from now on. Prepared models keep streaming."""
     activation.deactivate()
 
 
 def drain(model: nn.Module | None = None) -> None:
-    """Blocks until every step that was taken is applied to the weights that Python sees.
+    """Blocks until every optimizer step that was taken is applied to the weights that Python sees.
 
-    Only for code that reads or writes through tensors that it took out of parameters before: whoever touches a parameter
-    after a step waits by itself, and so do state dicts, saves and evaluation.
+    Only needed by code that reads or writes through tensors that it took out of parameters earlier: touching a parameter after
+    a step waits by itself, and so do state dicts, saves and evaluation.
 
     Args:
         model: a prepared model, or a part of one; all prepared models if None.
@@ -71,21 +71,21 @@ def drain(model: nn.Module | None = None) -> None:
 
 
 def export_masters(model: nn.Module, folder: str | os.PathLike[str], max_shard_gib: float = 4.0) -> list[Path]:
-    """Writes the weights of a prepared model in fp32, with all bits of their masters, as a folder for ``from_pretrained``.
+    """Writes the fp32 masters of a prepared model's weights, with all their bits, as a folder for ``from_pretrained``.
 
-    ``save_model`` and ``save_pretrained`` write the weights in which the model computes, bf16 as a rule.
+    ``save_model`` and ``save_pretrained`` write the weights in the dtype in which the model computes, usually bf16.
 
     Args:
         model: a prepared model.
-        folder: where to; must not exist, or be empty. It appears when it is complete.
-        max_shard_gib: size of one file, and what the host holds more at the most.
+        folder: the folder to write, which must be missing or empty. It appears when it is complete.
+        max_shard_gib: largest size of a file, and of the host memory taken on top; a larger parameter gets its own file.
 
     Returns:
         The files with weights.
 
     Raises:
         UnsupportedError: the model isn't prepared.
-        ConfigError: the folder holds something, or the size isn't above 0.
+        ConfigError: the folder isn't empty, or the size isn't above 0.
         StepWorkerError: a step failed.
         DiskError: the disk is full, or can't be written to; nothing is left behind.
     """

@@ -22,8 +22,8 @@ from megatrain_accelerate.tracing import DEFAULT_STEP, ENV_TRACE_DIR, ENV_TRACE_
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a subcommand, whose errors are one line; by default that of the process's arguments. Returns the exit status: that
-    of SIGPIPE if the output's reader (``| head``) has seen enough."""
+    """Runs the subcommand in ``arguments``, by default the process's, and returns the exit status: that of SIGPIPE if the
+    output's reader (``| head``) has closed it. A :class:`MegatrainError` is printed in one line."""
     parser = argparse.ArgumentParser(prog="megatrain", description="Tools around trainings with megatrain_accelerate.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show versions and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="subcommand")
@@ -85,30 +85,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"megatrain {options.subcommand}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # What is still buffered goes nowhere, or the interpreter would complain of it at its end.
+        # Discard what is still buffered: flushing it at exit would fail, and the interpreter would print that.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return status
 
 
 class _Version(argparse.Action):
-    """Prints the versions in one line. torch is imported for it, and for it alone."""
+    """Prints the versions in one line. torch is imported only if they are asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         import torch
 
         others = (f"{package} {importlib.metadata.version(package)}" for package in ("accelerate", "transformers"))
-        # torch's own says which CUDA it is built for, which its metadata may leave out.
+        # Unlike the metadata of torch, its own version always names the CUDA version that it is built for.
         print(", ".join((f"megatrain-accelerate {__version__}", f"torch {torch.__version__}", *others)))
         parser.exit()
 
 
 def _trace(options: argparse.Namespace) -> int:
-    """Runs a training; writes the results once the step was traced. Returns its status; 1 if it ended well without a trace."""
+    """Runs a training; writes the results once the step is traced. Returns its status; 1 if it succeeded without a trace."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         options.error("the training's command is missing: megatrain trace --out DIR -- accelerate launch ... train.py")
-    if options.step < 2:  # the first one's forward follows no step, so that it has no host step to show
+    if options.step < 2:  # the first step's forward follows no step: there is no host step to show
         raise ConfigError(f"step {options.step} can't be traced: a period begins with the step before; use 2 or more")
     folder, asked = options.out, {ENV_TRACE_DIR: str(options.out.absolute()), ENV_TRACE_STEP: str(options.step)}
     try:
@@ -129,7 +129,7 @@ def _trace(options: argparse.Namespace) -> int:
             if (folder / RAW_TRACE).exists():
                 write_results(folder)
     finally:
-        if status is None:  # interrupted: so was the command, by the same signal
+        if status is None:  # interrupted: the command got the same signal
             process.wait()
     if (folder / PERFETTO_TRACE).exists():
         return status
@@ -142,7 +142,7 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def write_results(folder: Path) -> None:
-    """Makes the Perfetto file, the picture and the printed table of the raw trace in ``folder``, and deletes that."""
+    """Turns the raw trace in ``folder`` into the Perfetto file, picture and printed table, and deletes the raw trace."""
     with gzip.open(folder / RAW_TRACE, "rt", encoding="utf-8") as file:
         trace = json.load(file)
     found, trace["traceEvents"] = tracing.build(trace)
@@ -156,13 +156,13 @@ def write_results(folder: Path) -> None:
         lines.append(f"written: {folder / PICTURE}")
     except MegatrainError as error:
         print(f"megatrain trace: {error}", file=sys.stderr, flush=True)
-    # In one piece, on lines of its own: the training goes on, and draws its progress bars.
+    # One write, beginning on a new line: the training goes on, and draws its progress bars.
     print("\n" + "\n".join(lines), flush=True)
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Prints the report; the exit status is 1 if something keeps training from running."""
-    from megatrain_accelerate.doctor import checks  # with torch, which the help does without
+    """Prints the report. Returns 1 if something keeps training from running, else 0."""
+    from megatrain_accelerate.doctor import checks  # imports torch, which the help doesn't need
 
     findings = list(checks.examine(options.folder, measures=not options.no_speed))
     fit = all(finding.state != "broken" for finding in findings)
@@ -172,7 +172,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> int:
-    """Prints a yaml with its comments. Of a converted one these are shown beside it too, where it goes to a file."""
+    """Prints a recipe or a converted yaml. Remarks on a conversion also go to stderr if the output isn't a terminal."""
     if options.source is None:
         sys.stdout.write(options.recipes[options.recipe].read_text(encoding="utf-8"))
         return 0

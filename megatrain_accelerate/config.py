@@ -19,7 +19,7 @@ _MINIMA = {
     **dict.fromkeys(("device_layers", "device_states"), -1),
     "slots": 2,
 }
-"""Of whole numbers; None and ``auto`` are allowed where they are the default."""
+"""The smallest value of each whole number. None and ``auto`` are allowed where they are the default."""
 _GONE = {
     "gradient_slots": "two were always enough; remove the key",
     "max_nonfinite_steps": "the fifth such step in a row stops a run; remove the key",
@@ -27,7 +27,7 @@ _GONE = {
     "resident_layers": "it was predicted to gain less than 1% of a step; placement.device_layers keeps whole layers there",
     "huge_pages": "the store asks for huge pages in any case; remove the key",
 }
-"""Settings of earlier versions that have no successor of a similar name, and what became of them."""
+"""Removed settings that have no successor of a similar name, and what became of them."""
 CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "step_schedule": ("auto", "deferred", "backward", "serial"),
     "accumulation_dtype": ("fp32", "bf16"),
@@ -42,12 +42,12 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
 
 
 def nearest(given: str, known: Iterable[str]) -> str | None:
-    """The known name that a misspelt one was most likely meant to be; None if all differ too much."""
+    """The known name that a misspelt one was most likely meant to be, or None if all differ too much."""
     return next(iter(difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)), None)
 
 
 def _require_known(key: object, kind: type, section: str) -> None:
-    """Raises a :class:`ConfigError` where ``kind``, the settings of ``section``, has no field of this name."""
+    """Raises :class:`ConfigError` if ``kind``, the class of the settings in ``section``, has no field of this name."""
     known = [field.name for field in dataclasses.fields(kind)]
     if key in known:
         return
@@ -58,12 +58,12 @@ def _require_known(key: object, kind: type, section: str) -> None:
 
 
 def _require_valid(settings: MegatrainConfig | PlacementSettings, section: str) -> None:
-    """Raises a :class:`ConfigError` where a value by itself has the wrong type or lies outside its range."""
+    """Raises :class:`ConfigError` if a value, taken by itself, has the wrong type or is out of range."""
     for field in dataclasses.fields(settings):
         default: Any = field.default
         value, name = getattr(settings, field.name), f"{section}.{field.name}"
         known, minimum = CHOICES.get(field.name, ()), _MINIMA.get(field.name)
-        if known and not any(type(value) is type(choice) and value == choice for choice in known):  # 1 isn't true
+        if known and not any(type(value) is type(choice) and value == choice for choice in known):  # 1 == True
             *first, last = ("left out" if choice is None else str(choice).lower() for choice in known)
             raise ConfigError(f"{name} must be {', '.join(first)} or {last}; got {value!r}")
         if minimum is not None and (value != default or isinstance(default, int)):
@@ -80,7 +80,7 @@ def _require_valid(settings: MegatrainConfig | PlacementSettings, section: str) 
 
 
 def require_mapping(settings: object, section: str) -> Mapping[str, Any]:
-    if settings is None:  # a section of a yaml file with nothing below it
+    if settings is None:  # an empty section of a yaml file
         return {}
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{section} must be a mapping of settings, got {type(settings).__name__}: {settings!r}")
@@ -89,37 +89,38 @@ def require_mapping(settings: object, section: str) -> Mapping[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacementSettings:
-    """What experts may fix of the plan (``placement``). What is left out, or None, the plan chooses as it finds fastest.
-    Raises ``ConfigError`` where a value has the wrong type or lies outside its range."""
+    """The part of the plan that a user may fix (``placement``). The plan chooses what is left out or None, as it finds
+    fastest. Raises ``ConfigError`` if a value has the wrong type or is out of range."""
 
     kept_layers: int | None = None
-    """Layers whose activations stay on the GPU until backward instead of being recomputed, counted from the model's end; 0
-    recomputes all. The plan keeps as many as fit the GPU memory by the predicted peak of the largest batch so far."""
+    """Number of layers, counted from the model's end, whose activations stay on the GPU until backward instead of being
+    recomputed. 0: all are recomputed. Default: as many as fit by the predicted peak of the largest batch so far."""
 
     offloaded_layers: int | None = None
-    """Layers whose activations go to host memory in forward and come back in backward instead of being recomputed: spread over
-    those before the kept ones, so that the link has time. Costs host memory."""
+    """Number of layers whose activations are offloaded to host memory in forward and copied back in backward instead of being
+    recomputed. They are spread over the layers before the kept ones, to give the link time. Costs host memory."""
 
     kept_attention: int | None = None
-    """Recomputed layers whose attention's results wait where the layer's inputs do, so that attention, of a long sequence most
-    of a layer's time, isn't computed again; counted from the last layer that isn't kept. These aren't compiled. The plan
-    chooses so of layers with tiles only (``token_tile``)."""
+    """Number of recomputed layers that save attention's results, so that backward doesn't run it again: on a long sequence it
+    takes most of a layer's time. Counted back from the last layer that isn't kept. They aren't compiled. The results are
+    stored where the layer's inputs are. Default: the plan's choice for layers with tiles (``token_tile``), else 0."""
 
     offloaded_inputs: bool | None = None
-    """Send the inputs of recomputed layers, and kept results of their attention, to host memory until backward, for sequences
-    whose inputs alone fill the GPU: true of all layers, false of none. The plan chooses how many, from the model's start."""
+    """Whether the inputs of recomputed layers, and saved results of attention, are offloaded to host memory until backward,
+    for sequences whose inputs alone fill the GPU. true: all layers'; false: none. Default: the plan chooses how many layers,
+    counted from the model's start."""
 
     device_layers: int | None = None
-    """Layers that live on the GPU whole, masters and moments too (12 bytes a parameter, gradients 2 more), and are stepped
-    there, counted from the model's start; -1 stands for all layers, and the embeddings and the head with them."""
+    """Number of layers, counted from the model's start, that live on the GPU entirely and are stepped there: weights, masters
+    and moments (12 bytes a parameter), and gradients (2 more). -1: all layers, and the embeddings and the head as well."""
 
     device_states: int | None = None
-    """Layers, behind those that live on the GPU, that stay on the host and are stepped on the GPU: each process has its share
-    of their masters and moments there (12 bytes a parameter, divided by the processes). -1 stands for all of them. Left
-    out, the plan chooses how many, of several processes only."""
+    """Number of layers, following those that live on the GPU, that live on the host but are stepped on the GPU: each process
+    has its share of their masters and moments there (12 bytes a parameter, divided by the number of processes). -1: all of
+    them. Default: the plan's choice with several processes, else none."""
 
     slots: int = 2
-    """Device buffers that hold one streamed layer's weights each; at least 2 (one computes, one is filled)."""
+    """Number of GPU buffers for the weights of one streamed layer each. At least 2: one computes while one is filled."""
 
     def __post_init__(self) -> None:
         _require_valid(self, "megatrain_config.placement")
@@ -127,82 +128,84 @@ class PlacementSettings:
 
 @dataclasses.dataclass(frozen=True)
 class MegatrainConfig:
-    """Settings of megatrain_accelerate. Every field has a default; an unknown key is an error. Raises ``ConfigError`` where a
-    value has the wrong type or lies outside its range."""
+    """Settings of megatrain_accelerate, each with a default. Raises ``ConfigError`` if a value has the wrong type or is out of
+    range; :meth:`from_mapping` also refuses unknown keys."""
 
     step_schedule: str = "auto"
-    """When the optimizer's arithmetic runs. ``deferred``: after ``step()``, a layer at a time, before the layer is
-    fetched again. ``backward``: as soon as a layer's gradient is on the host; only right without gradient clipping.
-    ``serial``: inside ``step()``. ``auto``: ``backward`` under a Trainer whose ``max_grad_norm`` is 0,
-    that doesn't look for a batch size and runs no code of the user's between backward and step, else ``deferred``. All
-    give the same bits."""
+    """When the optimizer's arithmetic runs. ``deferred``: after ``step()`` has returned, layer by layer, each before it is
+    fetched again. ``backward``: as soon as a layer's gradient is on the host; only without gradient clipping and in a single
+    process. ``serial``: inside ``step()``. ``auto``: ``backward`` with ``host_gradients: passing``, or if a single process
+    runs a Trainer with ``max_grad_norm`` 0, without ``auto_find_batch_size`` and without user code between backward and step;
+    else ``deferred``. All give the same bits."""
 
     host_threads: int | None = None
-    """Threads of the fused host kernels; by default the CPUs that this process may use, less two for the launcher."""
+    """Threads of the host kernels. Default: the CPUs that this process may use, less two if there are more than four."""
 
     host_memory_gib: float | None = None
-    """Host memory that the process may take, in GiB; by default what the cgroup and the machine have free."""
+    """Host memory that the process may take, in GiB. Default: what the cgroup and the machine have free."""
 
     accumulation_dtype: str = "fp32"
-    """In what gradients of several backwards before a step are added up. ``fp32``: exactly as fp32 gradients would be; takes 2
-    bytes a parameter of host memory more while gradients are accumulated. ``bf16``: without them, rounding after each."""
+    """The dtype in which gradients of several backwards before a step are summed. ``fp32``: exactly as fp32 gradients, for 2
+    more bytes of host memory a parameter during accumulation. ``bf16``: without these, rounded after each backward."""
 
     host_gradients: str = "kept"
-    """Where streamed layers' gradients are on the host. ``kept``: each in a place of its own until the step. ``passing``: in a
-    few buffers, consumed by the step in backward: 12 bytes a parameter instead of 14. Not with gradient clipping, accumulation
-    or other optimizers than Adam and AdamW (errors), and ``parameter.grad`` of a layer shows not-a-number."""
+    """How gradients of streamed layers are stored on the host. ``kept``: each in memory of its own until the step.
+    ``passing``: in a few shared buffers, from which the step consumes them during backward, for 12 bytes a parameter instead
+    of 14. An error with gradient clipping, accumulation, several processes or optimizers other than Adam and AdamW;
+    ``parameter.grad`` is NaN."""
 
     moments_dtype: str = "fp32"
-    """In what AdamW's moments are kept: ``fp32``; ``bf16``, for 4 bytes a parameter less; or ``int8``, 8-bit codes with a
-    scale for each block of 128, for 5.9 less, on the host only. The smaller ones are rounded stochastically, and a run hasn't
-    the bits of fp32 moments. ``docs/moments.md`` has the measured effect on the loss."""
+    """The dtype of AdamW's moments. ``fp32``; ``bf16``, which saves 4 bytes a parameter; or ``int8``, which saves 5.9: 8-bit
+    codes with a scale for each block of 128, stepped on the host only. The smaller ones are rounded stochastically, so a run
+    doesn't have the bits of fp32 moments. ``docs/moments.md`` has the measured effect on the loss."""
 
     placement: PlacementSettings = PlacementSettings()
-    """For experts: where layers, their activations and their weights are, as far as the plan isn't to choose it."""
+    """For experienced users: fixes a part of what the plan chooses, where layers, their activations and their weights are."""
 
     expert_parts: int | str = "auto"
-    """Into how many parts the experts of a layer are cut, each fetched and computed for itself, and stepped so after backward,
-    for mixtures of experts whose layers are large. Such experts always stream, are computed again in backward, and aren't
-    compiled, nor is the rest of their layer. 1: layers stream whole; ``auto``: the fewest parts with which slots take no more
-    than a quarter of the GPU memory, or, where none do, hardly more than with parts of 64 MiB."""
+    """Number of parts into which a layer's experts are cut, for mixtures of experts with large layers. Each part is fetched,
+    computed and, after backward, stepped by itself. Such experts always stream and are recomputed in backward, and no part of
+    their layer is compiled. 1: layers stream whole. ``auto``: the fewest parts whose slots take at most a quarter of the GPU
+    memory or, if no number does, hardly more than those of 64-MiB parts."""
 
     micro_batch_size: int | None = None
-    """Samples that a layer computes at once in training: a larger batch runs in pieces inside each layer, which is fetched
-    once for all of them and whose gradients are summed in fp32 (4 bytes for each parameter of one layer on the GPU). By
-    default the whole batch, or the largest pieces with which a step fits the GPU where whole batches don't and the layers are
-    known to compute each sample for itself."""
+    """Number of samples that a layer computes at once in training. A larger batch runs in pieces inside each layer: the layer
+    is fetched once for all pieces, and their gradients are summed in fp32 (4 bytes of GPU memory for each parameter of one
+    layer). Default: the whole batch; if that doesn't fit the GPU, and layers are known to compute each sample by itself, the
+    largest pieces that fit."""
 
     token_tile: int | str = "auto"
-    """Tokens that a layer's token-wise parts (MLPs, norms) compute at once, for sequences whose working set fills a GPU. Such
-    a part keeps its input alone and computes each tile again in backward, with weights' gradients summed in fp32. 0: all
-    tokens; ``auto``: all where a step fits the GPU, else, or if that is faster, 8192. Layers with tiles aren't compiled."""
+    """Number of tokens that token-wise modules (MLPs, norms) compute at once, for sequences whose working set fills a GPU.
+    Such a module saves only its input and recomputes each tile in backward; gradients of weights are summed in fp32. 0: all
+    tokens. ``auto``: all if a step fits the GPU, 8192 if not or if that is faster. Layers with tiles aren't compiled."""
 
     join_micro_batches: bool | str = "auto"
-    """With the Trainer's ``gradient_accumulation_steps`` above 1, run a step's micro-batches as one batch, layer by layer,
-    where that gives the same loss: layers are fetched, and gradients leave, once a step. Each layer's inputs of all
-    micro-batches are held at once, and dropout draws other numbers. ``auto``: where the plan predicts a faster step within
-    the GPU memory; true: wherever it is exact; false: never."""
+    """Whether the micro-batches of a step (the Trainer's ``gradient_accumulation_steps``) run as one batch, layer by layer, if
+    the loss is the same and there is one process. Each layer is then fetched, and its gradients offloaded, once a step. Each
+    layer's inputs of all micro-batches are held at once, and dropout draws other numbers. ``auto``: if the plan predicts a
+    faster step within the GPU memory; true: whenever it is exact; false: never."""
 
     evaluation_weights: str = "auto"
-    """What becomes of streamed layers' weights between forwards without gradients (evaluation, ``predict``, ``generate``).
-    ``stream``: each layer is fetched in each forward, which for generation is once a token. ``resident``: layers stay on the
-    GPU, all that fit, until a model trains again. ``auto``: the same from the second such forward in a row on."""
+    """Whether streamed layers stay on the GPU between forwards without gradients (evaluation, ``predict``, ``generate``).
+    ``stream``: each forward fetches each layer, in a generation once a token. ``resident``: as many layers as fit stay until a
+    model trains or another one computes. ``auto``: the same, from the first forward of a generation, or from the second in a
+    row of others."""
 
     gpu_memory_gib: float | None = None
-    """GPU memory that the plan may fill, in GiB; by default 90% of what is free, since the allocator fragments it."""
+    """GPU memory that the plan may fill, in GiB. Default: 90% of what is free, since the allocator fragments it."""
 
     compile_layers: bool | str = "auto"
-    """Run the layers of a training step through ``torch.compile``: once for all equal layers, about half a minute, and steps
-    are faster from then on. ``auto``: on a GPU, layers of at least 4 million parameters, from the second step on, where the
-    Trainer's number of steps pays for it; true: all, on the CPU too, from the first step; false: none. A log line says why a
-    layer can't be compiled and runs as it is."""
+    """Whether the layers of a training step run through ``torch.compile``, which takes about half a minute, once for all equal
+    layers, and makes later steps faster. ``auto``: on a GPU, layers of at least 4 million parameters, from the second step on,
+    if the Trainer's number of steps repays it; true: all layers, on the CPU too, from the first step; false: none. A layer
+    that can't be compiled runs as it is, and the log says why."""
 
     tiled_loss: bool = True
-    """Compute the loss by tiles of tokens, so that its memory doesn't grow with the batch; logits are made only if they are
-    read. Where all logits are small (64 Mi elements), or the model's head isn't a plain ``nn.Linear``, nothing changes."""
+    """Whether the loss is computed by tiles of tokens, so that its memory doesn't grow with the batch. Logits are made only if
+    they are read. No effect if all logits are small (64 Mi elements) or the model's head isn't a plain ``nn.Linear``."""
 
     layer_classes: tuple[str, ...] = ()
-    """Class names of the modules that stream; by default what the model names in ``_no_split_modules``."""
+    """Class names of the modules that stream. Default: those in ``_no_split_modules``, else classes of repeated modules."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.placement, PlacementSettings):
@@ -250,9 +253,9 @@ class MegatrainConfig:
 
     @classmethod
     def from_mapping(cls, *given: Mapping[str, Any] | MegatrainConfig | None) -> MegatrainConfig:
-        """Builds the settings from yaml sections or dicts, of which later ones count. Those of ``placement`` count one by one,
-        and may be written ``placement.slots: 3``, for command lines. Raises ``ConfigError`` where a key is unknown (the
-        message names the nearest one) or a value is out of range."""
+        """Builds the settings from yaml sections or dicts, of which later ones override earlier ones. Those of ``placement``
+        are merged one by one, and may be written ``placement.slots: 3`` (for command lines). Raises ``ConfigError`` if a key
+        is unknown (the message names the nearest one) or a value is out of range."""
         settings: dict[str, Any] = {}
         placement: dict[str, Any] = {}
         for source in given:
@@ -275,8 +278,8 @@ CPU_QUOTA = "/sys/fs/cgroup/cpu.max"
 
 
 def usable_cpu_count(sharers: int | None = None) -> int:
-    """CPUs that this process may use: those of its affinity, divided by the processes that share them (``sharers``; all local
-    ones by default), and of the cgroup's quota what falls to each local process."""
+    """The CPUs that this process may use: those of its affinity, divided by the ``sharers`` (the processes that share them, by
+    default all local ones), but at most its part of the cgroup's quota, which is divided by all local processes."""
     local = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count //= sharers or local

@@ -1,4 +1,4 @@
-"""From a user's model to a running engine: discovery, budget, adoption layer by layer, proxies, hooks."""
+"""Turns a user's model into a running engine: discovery, budget, adoption layer by layer, proxies, hooks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def engine_of(model: nn.Module) -> Engine | None:
 
 
 def all_engines() -> list[Engine]:
-    """All that are attached to layers that are alive, be it that the model around them is gone."""
+    """The engines that aren't closed and whose layers are alive, even if the model around the layers is gone."""
     return [engine for engine in list(_attached.values()) if not engine.is_closed]
 
 
@@ -70,24 +70,24 @@ def prepared_models() -> list[tuple[nn.Module, Engine]]:
 
 
 class Engine:
-    """The streaming engine of one model, attached to it.
+    """The streaming engine that is attached to one model.
 
-    Adopting frees the model's own memory layer by layer, so that the host never holds more than the store, one layer and a
-    constant. Parameters keep identity, name and shape; layers' data moves to the host store, the rest to the device. The
-    engine doesn't hold the model; it dies with it. Raises ``UnsupportedError`` where the model can't stream, and
-    ``HostMemoryError`` where it doesn't fit, before anything is allocated.
+    It adopts the model: the data of layers move to the host store, all else to the device, and the model's own memory is freed
+    layer by layer, so that the host never holds more than the store, one layer and a constant. Parameters keep identity, name
+    and shape. The engine doesn't hold the model, and dies with it. Raises ``UnsupportedError`` if the model can't stream, and
+    ``HostMemoryError`` if it doesn't fit, before anything is allocated.
 
     Args:
         model: on the CPU.
         bf16: whether the run's mixed precision is bf16.
         training: False for evaluation: no gradients, masters or moments.
-        accumulates: whether gradients of several backwards will be added up before a step; counts their memory already.
-        show_plan: print the plan's table, and in a log file a line in the progress bar's place.
-        freed_bytes: host memory that others give back meanwhile: moments that optimizers brought from an earlier engine.
+        accumulates: whether gradients of several backwards will be summed before a step; if so, their memory is counted now.
+        show_plan: print the plan's table and, where no progress bar is drawn, a line about the adoption.
+        freed_bytes: host memory that is freed meanwhile: moments that optimizers bring from an earlier engine.
     """
 
     unit_class: type[HostUnit] = HostUnit
-    """What makes the units' memory."""
+    """The class of the units, which allocates their memory. Estimates replace it."""
 
     def __init__(
         self,
@@ -109,9 +109,9 @@ class Engine:
         self._handles: list[Any] = []
         self._untile_head: Callable[[], None] = lambda: None
         self._places: dict[str, list[tuple[str, str, nn.Module | nn.Parameter, str]]] = {}
-        """By module's name, what it holds that was adopted: registry, key, value, name in errors."""
+        """What each module, by its name, holds that was adopted: (registry, key, value, name in errors)."""
         self.prepare_anew: Callable[[nn.Module], None] | None = None
-        """Gives the model an engine that trains what it trains by now; set by who prepared it."""
+        """Gives the model a new engine that trains what is unfrozen by now. Set by whoever prepared the model."""
         self._dtypes = compute_dtypes(model, bf16)
         ranks = ranks_of_run()
         discovery = split_experts(discover_layers(model, config.layer_classes), config, self._dtypes, device, training, ranks)
@@ -180,7 +180,7 @@ class Engine:
                 layers, groups, streams=streams, meter=meter, kernels=self.kernels, config=config, shared=shared
             )
             if ranks is not None:
-                ranks.meet("adopting the model")  # the first rank's values are there
+                ranks.meet("adopting the model")  # the first rank has filled the store
                 for group in groups:
                     group.show_device_weights()
             if device.type != "meta":
@@ -193,8 +193,8 @@ class Engine:
             self.runtime.sums.is_budgeted = counts_sums
             states = (state for unit in self.runtime.units for state in unit.states)
             self._frozen = [state.parameter for state in states if not state.entry.spec.trainable]
-            # At exit too: the last steps are applied, and no thread is inside torch when the interpreter ends.
-            # When it is collected, or this process ends: other ranks may want this one's states then.
+            # When the engine is collected, and at exit: steps are applied, states are on the host where other ranks may want
+            # them, and no thread is inside torch when the interpreter ends.
             Finalize(self, self.runtime.states_on_device.leave, exitpriority=1)
             self.device_plan = DevicePlan(self.runtime, config, device, show_plan)
             if training:
@@ -213,16 +213,16 @@ class Engine:
 
     @property
     def optimizer_drivers(self) -> list[HostStep]:
-        """What steps the model's parameters."""
+        """What steps the model's parameters on behalf of its optimizers."""
         return [stepper for stepper in self.runtime.steppers if isinstance(stepper, HostStep)]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that step the model's parameters and are alive."""
+        """The optimizers that step the model's parameters and are alive."""
         return [driver.optimizer for driver in self.optimizer_drivers if driver.optimizer is not None]
 
     def enable_training(self) -> None:
-        """Gets ready for gradients, unless it is. Raises ``HostMemoryError``, with nothing allocated, where they don't fit."""
+        """Prepares for gradients, if it isn't done. Raises ``HostMemoryError``, with nothing allocated, if they don't fit."""
         if not self.training:
             parts = self._planned_bytes([unit.layout for unit in self.runtime.units])
             more = {kind: parts[kind] for kind in ("gradients", "moments")}
@@ -262,13 +262,13 @@ class Engine:
             hook = (handle.hooks_dict_ref() or {}).get(handle.id)
             handle.remove()
             if isinstance(hook, ModelHook):
-                hook.function = None  # a call of its module that has begun runs it no more
+                hook.function = None  # a call of the module that has begun may still run the hook
         self._untile_head()
         for layer in streamed:
             remove_proxy(layer.module, layer.forward)
 
     def matches(self, model: nn.Module) -> bool:
-        """Whether the model still has the parameters, of the same shapes and with the same ones frozen, that were adopted."""
+        """Whether the model still has the parameters that were adopted, with the same shapes and the same ones frozen."""
         adopted = (state for unit in self.runtime.units for state in unit.states)
         kinds = {id(state.parameter): (state.entry.spec.trainable, state.entry.spec.shape) for state in adopted}
         return kinds == {id(parameter): (parameter.requires_grad, tuple(parameter.shape)) for parameter in model.parameters()}
@@ -295,9 +295,9 @@ class Engine:
         leave_off = functools.partial(leave_checkpointing_off, modules_that_checkpoint(model))
         leave_off()
         for module in model.modules():
-            if module is model or hasattr(type(module), "gradient_checkpointing_enable"):  # scripts call such parts, too
+            if module is model or hasattr(type(module), "gradient_checkpointing_enable"):  # scripts call inner models, too
                 self._handles.append(module.register_forward_pre_hook(ModelHook(leave_off)))
-            # Whoever reads the weights as a whole sees all steps that were taken.
+            # Whoever reads all weights at once must see all steps that were taken.
             self._handles.append(module.register_state_dict_pre_hook(ModelHook(self.runtime.drain)))
             self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(self.runtime.begin_loading)))
         in_layers = {id(state.parameter) for at in (*self.runtime.layers, *self.runtime.experts) for state in at.unit.states}
@@ -310,10 +310,10 @@ class Engine:
         for module in caching_modules(model, [layer.module for layer in self.runtime.layers]):
             hook = ModelHook(decide_against_a_cache, with_arguments=True, runs_without_data=True)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        # With arguments, since a hook without any is called when the model is copied.
+        # With arguments, since a hook without any is called when the model is copied (ModelHook.__reduce__).
         after_forward = ModelHook(self._after_forward, with_arguments=True)
         for inner in model.modules():
-            # The generation of a PeftModel calls the model inside of it.
+            # A PeftModel's ``generate`` calls the inner model.
             if inner is model or hasattr(type(inner), "prepare_inputs_for_generation"):
                 before = self._before_forward if inner is model else self._before_forward_inside
                 hook = ModelHook(before, with_arguments=True)
@@ -329,15 +329,15 @@ class Engine:
                 self._handles.append(module.register_forward_pre_hook(hook))
 
     def adopt_unfrozen(self, model: nn.Module) -> bool:
-        """Prepares the model anew if parameters are trained that were frozen; says whether it did. Raises ``HostMemoryError``
-        where what is trained now doesn't fit."""
+        """Prepares the model anew if parameters that were frozen are trained now, and returns whether it did. Raises
+        ``HostMemoryError`` if what is trained now doesn't fit."""
         if self.prepare_anew is None or not self.training or not any(parameter.requires_grad for parameter in self._frozen):
             return False
         self.prepare_anew(model)
         return True
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Checks the model, and lets the plan see the batch. Gives way to a new engine where more is trained by now."""
+        """Checks the model, and plans for the batch. A new engine takes over if parameters were unfrozen."""
         self._refuse_replaced(model)
         known = set(model._forward_pre_hooks)
         if torch.is_grad_enabled() and self.adopt_unfrozen(model):
@@ -357,20 +357,20 @@ class Engine:
             self.device_plan.follow(model, inputs)
             if self.runtime.prefetcher.gathers:
                 self.runtime.passes.begin_together()
-            if self.device_plan.made.planned is not covered:  # else ranks only waited for one another
+            if self.device_plan.made.planned is not covered:  # otherwise ranks only waited for one another
                 self.runtime.meter.counters.plan_seconds += time.perf_counter() - began
-            self.runtime.offloader.make_places(self.runtime.units)  # of what the plan leaves on the host
-        self.runtime.batch_cut.begin((args, kwargs))  # behind the plan, which looks at other batches
+            self.runtime.offloader.make_places(self.runtime.units)  # of the units that the plan leaves on the host
+        self.runtime.batch_cut.begin((args, kwargs))  # after planning, which runs other batches
         return None
 
     def _before_forward_inside(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """For a part of the model that generates: called by itself, without gradients, it is as the whole."""
+        """Treats a call of an inner model that generates, without gradients and by itself, like one of the whole model."""
         if not self._is_in_forward and not torch.is_grad_enabled():
             self._begin_forward(model, args, kwargs)
 
     def _begin_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.runtime.worker.raise_if_failed()
-        self.runtime.end_forward()  # one that was interrupted
+        self.runtime.end_forward()  # the last one, if an exception interrupted it
         self.runtime.passes.begin_forward()
         has_graph = torch.is_grad_enabled()
         for engine in all_engines():
@@ -387,7 +387,7 @@ class Engine:
         self._is_in_forward &= engine_of(model) is not self
 
     def _refuse_replaced(self, model: nn.Module) -> None:
-        """Raises ``StateError`` where a layer, or a parameter outside the layers, was replaced or removed. Parameters inside
+        """Raises ``StateError`` if a layer, or a parameter outside the layers, was replaced or removed. Parameters inside
         layers are checked when the layer runs."""
         for owner, held in self._places.items():
             module: nn.Module | None = None
@@ -401,19 +401,19 @@ class Engine:
                     )
 
     def expect_accumulation(self, micro_batches: int) -> None:
-        """Prepares for this many backwards before each step: makes buffers, so that none is made within a step. Raises
-        ``HostMemoryError`` where the fp32 sums of the gradients don't fit and weren't counted at adoption."""
+        """Prepares for this many backwards before each step, with buffers that are allocated now and not within a step. Raises
+        ``HostMemoryError`` if the fp32 sums of the gradients don't fit and weren't counted at adoption."""
         self.device_plan.micro_batches = micro_batches
         if micro_batches > 1:
             self.runtime.offloader.prepare_accumulation()
 
     def drain(self) -> None:
-        """Blocks until all weights are those of the last step, and takes over weights written from outside."""
+        """Blocks until the last step is applied to all weights, and takes over weights that were written from outside."""
         self.runtime.drain()
         self.runtime.refresh_if_written()
 
     def host_bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of the host store now, by what they hold; nothing for units that live on the device."""
+        """Bytes in the host store now, by what they hold. Of units on the device only memory that ranks share counts."""
         passing = self.runtime.offloader.passing
         held = Counter(gradients=0 if passing is None else passing.size_bytes)
         for unit in self.runtime.units:
@@ -426,7 +426,7 @@ class Engine:
         return dict(held)
 
     def close(self) -> None:
-        """Detaches the engine, unless it is: a plain model stays, with weights in ordinary host memory, in full precision."""
+        """Detaches the engine, if it isn't closed yet, and leaves a plain model with full-precision weights in host memory."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -435,7 +435,7 @@ class Engine:
         for driver in self.optimizer_drivers:
             driver.retire(ENGINE_CLOSED)
         for part in self.runtime.parts:
-            # A parameter of another shape stays as it is.
+            # A parameter whose shape was changed raises, and stays as it is.
             with contextlib.suppress(StepWorkerError, StateError, UnsupportedError):
                 part.refresh_if_written()
         self._detach((*self.runtime.layers, *self.runtime.experts))

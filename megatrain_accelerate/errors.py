@@ -12,7 +12,7 @@ class ConfigError(MegatrainError, ValueError):
 
 
 class UnsupportedError(MegatrainError, NotImplementedError):
-    """A valid request that this package can't honour (yet); the message says what to use instead."""
+    """A valid request that this package can't honour (yet). The message says what to use instead."""
 
 
 class HostMemoryError(MegatrainError, MemoryError):
@@ -20,15 +20,15 @@ class HostMemoryError(MegatrainError, MemoryError):
 
 
 class DiskError(MegatrainError, OSError):
-    """The disk has no room for what is to be saved, or the folder can't be written to; ``errno`` says which."""
+    """The disk has no room for what is to be saved, or the folder can't be written to. ``errno`` says which."""
 
 
 class StateError(MegatrainError, RuntimeError):
-    """An object was asked for a move that its present state forbids; the message names both states."""
+    """A call isn't possible in the present state of the model, the optimizer or another object."""
 
 
 class StepWorkerError(MegatrainError, RuntimeError):
-    """The optimizer's host thread failed; ``__cause__`` holds the original exception."""
+    """The optimizer's host thread failed. ``__cause__`` holds the original exception."""
 
 
 class NonFiniteGradientError(MegatrainError, FloatingPointError):
@@ -44,4 +44,4 @@ class KernelError(MegatrainError, RuntimeError):
 
 
 class RankError(MegatrainError, RuntimeError):
-    """The processes that train together don't do the same, or one of them has ended."""
+    """The processes that train together do different things, or one of them has ended."""

@@ -1,4 +1,4 @@
-"""The hooks that an engine hangs on its model's modules, whether others are there, and what is replaced for a while."""
+"""Hooks on the modules of a model: an engine's own and those of others. Also attributes that are replaced for a while."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""The attributes of a module that hold its hooks."""
 
 
 class replaced:
-    """The owner's attribute has this value while the body runs. A class, since a generator takes twice as long."""
+    """A context in which an attribute of ``owner`` has another value. A class, since a generator takes twice as long."""
 
     def __init__(self, owner: Any, name: str, value: Any) -> None:
         self._owner, self._name, self._value = owner, name, value
@@ -29,8 +28,8 @@ class replaced:
 
 
 def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    """Calls a bound method, with these ``first`` arguments, as long as its object and they live; a hook of a tensor, or of a
-    node, through which the garbage collector doesn't see."""
+    """A function that calls a bound method, with the arguments ``first``, as long as its object and they live. For hooks on
+    tensors and autograd nodes, through which the garbage collector doesn't see."""
     references = [weakref.WeakMethod(method), *map(weakref.ref, first)]
 
     def call(*args: Any) -> Any:
@@ -45,13 +44,13 @@ def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
 
 
 def has_global_hooks() -> bool:
-    """Whether there are hooks that run on every module of the process."""
+    """Whether hooks are registered that run on every module of the process."""
     return any(getattr(nn.modules.module, f"_global{name}", None) for name in HOOKS)
 
 
 def has_hooks_inside(module: nn.Module) -> bool:
-    """Whether hooks run inside the module (those on the module itself run outside of its forward)."""
-    # Each call of a compiled layer asks, and ``modules()`` is slow.
+    """Whether hooks run inside the module's forward. Those on the module itself run outside of it."""
+    # Each call of a compiled layer comes here, and ``modules()`` is slow.
     inner: list[nn.Module | None] = [*module._modules.values()]
     for child in inner:
         if child is not None:
@@ -62,7 +61,7 @@ def has_hooks_inside(module: nn.Module) -> bool:
 
 
 def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the model's forward as keyword arguments; none at all where some have no name (``*args``)."""
+    """The arguments of a call of the model, by name. Empty if some have no name (``*args``)."""
     if not args:
         return kwargs
     parameters = inspect.signature(model.forward).parameters.values()
@@ -71,7 +70,7 @@ def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def run_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: set[int]) -> tuple[Any, Any]:
-    """Runs the forward pre-hooks of ``module`` that were registered after its call began: all but those ``known``, by id.
+    """Runs the forward pre-hooks of ``module`` that were registered after its call began: all whose ids aren't in ``known``.
     Returns the arguments as the hooks leave them."""
     for number, hook in [item for item in module._forward_pre_hooks.items() if item[0] not in known]:
         if number in module._forward_pre_hooks_with_kwargs:
@@ -82,16 +81,16 @@ def run_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class ModelHook:
-    """Calls a function of the engine, if it has one; ``with_arguments``, those of the hook, whose result the function's is.
-    Copies and pickles do nothing. ``runs_without_data``: it is part of what the model computes, and runs in fake runs too."""
+    """A hook that calls a function of the engine, until :attr:`function` is None; ``with_arguments``, with those of the hook.
+    ``runs_without_data``: it is part of what the model computes, so fake runs call it, too. Copies of it do nothing."""
 
     def __init__(
         self, function: Callable[..., Any] | None = None, with_arguments: bool = False, runs_without_data: bool = False
     ) -> None:
         self.function, self._with_arguments, self.runs_without_data = function, with_arguments, runs_without_data
 
-    # A break in the graph of a model that somebody compiles as a whole, as transformers does where ``generate`` has a static
-    # cache: slots, copies and versions aren't for a compiler to follow.
+    # A graph break in a model that is compiled as a whole, as transformers does for ``generate`` with a static cache: a
+    # compiler can't trace slots, copies and versions.
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.function is None:
@@ -100,6 +99,6 @@ class ModelHook:
 
     def __reduce__(self) -> tuple[type[ModelHook], tuple[()]]:
         if not self._with_arguments:
-            # A module's hooks are copied before its children: they bring the weights up to date.
+            # A module's hooks are copied before its children: this call brings the weights up to date first.
             self()
         return ModelHook, ()

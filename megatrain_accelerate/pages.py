@@ -1,4 +1,4 @@
-"""Pages of host memory, mapped without a descriptor: Python's own ``mmap`` keeps one for each mapping of a file."""
+"""Pages of host memory that are mapped without a file descriptor: Python's ``mmap`` keeps one for each mapping of a file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _FAILED = ctypes.c_void_p(-1).value
 
 Pages = ctypes.Array[ctypes.c_char]
-"""Mapped pages. The kernel gets them back when nothing refers to them or to their buffer."""
+"""Mapped pages. They are unmapped when nothing refers to them or to their buffer any more."""
 
 
 def map_pages(size_bytes: int, file: int = -1, offset: int = 0) -> Pages:
-    """Maps whole pages, zero where nobody wrote: private to this process, or shared by all that map the descriptor ``file``.
-    They are huge where the kernel can; else they are only slower. Forked processes don't get them: a fork would copy the page
-    tables, a later write would move registered pages away from where the driver knows them, and a fork that outlives its
-    process would hold the file. Raises a ``HostMemoryError``, with size and remedy, where the kernel refuses."""
+    """Maps whole pages, which are zero until written: private to this process, or shared by all that map the descriptor
+    ``file``. They are huge pages if the kernel has any; others are only slower. Forked processes don't inherit them: a fork
+    would copy the page tables, a later write would move registered pages away from where the driver knows them, and a child
+    that outlives this process would hold the file. Raises ``HostMemoryError``, with size and remedy, if the kernel refuses."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if file < 0 else mmap.MAP_SHARED
     address = libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, offset)
     if address == _FAILED:

@@ -1,6 +1,6 @@
-"""A traced step: how `megatrain trace` asks for it, its lanes of named spans, table and picture. The lanes are made of the
-profiler's trace and of what the process noted, over one period: from one ``optimizer.step()`` to the next. In it lie the
-host's work that the first of the two left (under the forward that follows), one forward, one backward, and clipping."""
+"""A traced step: how ``megatrain trace`` asks for it, its lanes of named spans, table and picture. Lanes are made from the
+profiler's trace and the process's own notes. They cover one period, from one ``optimizer.step()`` to the next: the host work
+of the first (during the forward that follows), one forward, one backward, and clipping."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 from megatrain_accelerate.errors import UnsupportedError
 
 ENV_TRACE_DIR = "MEGATRAIN_TRACE_DIR"
-"""Folder for the trace; a process without it isn't traced."""
+"""Environment variable with the folder for the trace. A process without it isn't traced."""
 ENV_TRACE_STEP = "MEGATRAIN_TRACE_STEP"
-"""The optimizer step to trace, counted from 1."""
+"""Environment variable with the optimizer step to trace, counted from 1."""
 DEFAULT_STEP = 5
 RAW_TRACE = "raw_trace.json.gz"
-"""The profiler's own trace, complete when it is there; deleted when the Perfetto file is made of it."""
+"""The profiler's own trace. It appears when it is complete, and is deleted once the Perfetto file is made from it."""
 NOTES = "megatrain"
-"""The key in it of what the profiler doesn't know."""
+"""The key in the raw trace of what the profiler doesn't know."""
 PERFETTO_TRACE = "trace.perfetto.json.gz"
 PICTURE = "timeline.png"
 
@@ -36,7 +36,7 @@ _Place = tuple[Any, Any]
 COMPUTE, H2D, D2H = "compute", "h2d", "d2h"
 LAUNCHER, AUTOGRAD, WORKER = "launcher thread", "autograd thread", "megatrain-step-worker"
 LANES = (COMPUTE, H2D, D2H, LAUNCHER, AUTOGRAD, WORKER)
-"""In the order in which they are drawn; the first three are streams of a GPU."""
+"""The lanes in drawing order. The first three are streams of a GPU."""
 
 KINDS = {
     "forward": "forward",
@@ -52,7 +52,7 @@ KINDS = {
     "wait_for_gradients": "wait",
     "loss_tile": "loss",
 }
-"""What the engine's spans show, by their name: ``megatrain::NAME (LAYER)``."""
+"""The kind of each of the engine's spans, by NAME of ``megatrain::NAME (LAYER)``."""
 LOSS = "loss"
 OTHER = "outside the layers"
 COLOURS = {
@@ -67,12 +67,12 @@ COLOURS = {
     OTHER: "#a08d7a",
 }
 ROOM_FOR_A_LABEL = 0.011
-"""Share of the period below which spans of one kind and layer are too narrow for their label."""
+"""Share of the period below which a run of spans of one kind and layer is too narrow for a label."""
 _SPAN_NAME = re.compile(r"megatrain::(\w+)(?: \((.*)\))?$")
 
 
 class Span(NamedTuple):
-    """Something that a lane does, in microseconds since the period began."""
+    """One activity of a lane. Times are in microseconds since the period began."""
 
     start: float
     end: float
@@ -82,20 +82,20 @@ class Span(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What is written into the span where there is room: a layer's number."""
+        """The text in the span, if it fits: the number of its layer, or ``loss``."""
         last = self.unit.rpartition(".")[2]
         return LOSS if self.kind == LOSS else (last if last.isdecimal() else "")
 
 
 class Timeline(NamedTuple):
     info: dict[str, Any]
-    """What the training process noted: step, device, shares, waits."""
+    """Notes of the training process: step, device, shares, waits."""
     period_us: float
     lanes: dict[str, list[Span]]
-    """Sorted spans by lane; lanes that don't exist are left out."""
+    """Sorted spans by lane, without empty lanes."""
 
     def busy(self, lane: str) -> list[Interval]:
-        """When the lane worked: disjoint, sorted. Waiting isn't work."""
+        """The disjoint, sorted intervals in which the lane worked. Waits don't count."""
         return union((span.start, span.end) for span in self.lanes.get(lane, []) if span.kind != "wait")
 
 
@@ -116,12 +116,12 @@ def length(intervals: Sequence[Interval]) -> float:
 
 
 def overlap(ours: Sequence[Interval], theirs: Sequence[Interval]) -> float:
-    """Length of what two lists of disjoint intervals have in common."""
+    """Length of the intersection of two lists of disjoint intervals."""
     return length(ours) + length(theirs) - length(union([*ours, *theirs]))
 
 
 def parse_name(name: str) -> tuple[str, str]:
-    """(kind, unit) of an engine's span; other names are outside the layers."""
+    """(kind, unit) of a span, by its name. Names that aren't the engine's are outside the layers."""
     found = _SPAN_NAME.match(name)
     return (KINDS.get(found.group(1), OTHER), found.group(2) or "") if found else (OTHER, "")
 
@@ -136,13 +136,13 @@ def _annotations(events: Sequence[Event]) -> dict[int, list[_Named]]:
 
 
 def _innermost(spans: Sequence[_Named], time_us: float) -> str:
-    """The name of the span that began last among those around the time; empty if there is none."""
+    """The name of the innermost span around a time, which is the one that began last. Empty if there is none."""
     position = bisect.bisect_right(spans, (time_us, float("inf"), ""))
     return next((name for start, end, name in reversed(spans[:position]) if end >= time_us), "")
 
 
 def _stream_names(work: Sequence[Event]) -> dict[_Place, str]:
-    """The lane of each stream: told by most of the kernels, or of one direction's copies."""
+    """The lane of each stream: the stream with most time in kernels, and those with most in copies of each direction."""
     time_of: dict[str, dict[_Place, float]] = {lane: defaultdict(float) for lane in (COMPUTE, H2D, D2H)}
     for event in work:
         copies = [lane for lane, way in ((H2D, "HtoD"), (D2H, "DtoH")) if way in event["name"]]
@@ -158,7 +158,7 @@ def _stream_names(work: Sequence[Event]) -> dict[_Place, str]:
 def _device_lanes(
     events: Sequence[Event], work: Sequence[Event], streams: dict[_Place, str], annotations: dict[int, list[_Named]]
 ) -> dict[str, list[_Named]]:
-    """What the device ran, by lane, named by the engine's spans in which it was launched."""
+    """What the device ran, by lane. Each item is named by the engine's span in which it was launched."""
     launches = {
         event["args"]["correlation"]: (event["tid"], event["ts"])
         for event in events
@@ -169,17 +169,17 @@ def _device_lanes(
         if (lane := streams.get((event["pid"], event["tid"]))) is not None:
             thread, launched = launches.get(event.get("args", {}).get("correlation"), (-1, 0.0))
             name = _innermost(annotations.get(thread, []), launched)
-            # Residents' weights are pushed by a thread that the profiler doesn't follow.
+            # Weights of residents are pushed by the step worker, a thread that the profiler doesn't follow.
             name = name or {H2D: "megatrain::push_weights", D2H: "megatrain::copy_gradients"}.get(lane, "")
             lanes[lane].append((event["ts"], event["ts"] + event["dur"], name))
     return lanes
 
 
 def build(trace: dict[str, Any]) -> tuple[Timeline, list[Event]]:
-    """The timeline of the traced step, and the events for Perfetto: those of the period, streams and threads named. ``trace``
-    is the profiler's, with what :mod:`~megatrain_accelerate.integrations.telemetry` notes."""
+    """The timeline of the traced step, and the period's events for Perfetto, with names for streams and threads. ``trace`` is
+    the profiler's trace, with the notes of :mod:`~megatrain_accelerate.integrations.telemetry`."""
     events, info = trace["traceEvents"], trace[NOTES]
-    # The profiler's times are Unix time since this instant.
+    # The profiler's times count from its base time, which is Unix time.
     offset = (info["clock_to_unix_ns"] - trace["baseTimeNanoseconds"]) / 1e3
     begin, end = info["begin_ns"] / 1e3 + offset, info["end_ns"] / 1e3 + offset
     pid, launcher, worker = info["pid"], info["threads"][LAUNCHER], info["threads"][WORKER]
@@ -247,8 +247,8 @@ def format_summary(timeline: Timeline) -> str:
 
 
 def empty_figure(size: tuple[float, float], needs: str, remedy: str) -> Any:
-    """A figure of matplotlib. Not of pyplot: that would choose a backend, and keep the figure. Raises ``UnsupportedError``
-    where matplotlib isn't installed: what ``needs`` it, and the other ``remedy``."""
+    """An empty matplotlib figure. Not made by pyplot, which would choose a backend, and keep the figure. Without matplotlib
+    raises an ``UnsupportedError`` that says what ``needs`` it, and the other ``remedy``."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -257,7 +257,7 @@ def empty_figure(size: tuple[float, float], needs: str, remedy: str) -> Any:
 
 
 def draw(timeline: Timeline, path: Path) -> None:
-    """Writes the picture; raises as :func:`empty_figure` does."""
+    """Draws the picture into a file. Raises as :func:`empty_figure` does."""
     size = (16, 1.6 + 0.75 * len(timeline.lanes))
     figure = empty_figure(size, "the picture", "open the Perfetto file at ui.perfetto.dev")
     from matplotlib.patches import Patch

@@ -1,4 +1,4 @@
-"""Units of memory. GiB is 2**30 bytes; GB is 1e9 bytes and used for link traffic only."""
+"""Units of memory. GiB is 2**30 bytes; GB is 1e9 bytes, and is used for link traffic only."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is renamed, replaced and rotated when a checkpoint is saved."""
+"""Saving checkpoints and fp32 weights, which are complete or absent."""

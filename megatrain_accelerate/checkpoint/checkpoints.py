@@ -1,4 +1,4 @@
-"""What is written to the disk, complete or absent: the Trainer's checkpoints and fp32 masters, aside first, then renamed."""
+"""Checkpoints of the Trainer and fp32 masters that are complete or absent: written aside first, then renamed."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from megatrain_accelerate.progress import progress_bar
 from megatrain_accelerate.units import GIB
 
 STAGING_PREFIX = ".megatrain-incomplete"
-"""Of the folders beside the checkpoints in which the next one is written. What a killed run left there is removed."""
+"""Prefix of the folders beside the checkpoints in which the next one is written. Those of killed runs are removed."""
 _TRAINER_STATE = "trainer_state.json"
-"""What the Trainer's own checkpoints have, and a folder that a script made for its files hasn't."""
+"""A file of all the Trainer's checkpoints, but not of a folder that a script made for its own files."""
 
-# Weights, adapters and the state of a training: what a resume or from_pretrained() would read beside a checkpoint's own files.
+# Weights, adapters and training state. An older checkpoint's would be read by a resume or from_pretrained() beside the new.
 _FILES_OF_A_CHECKPOINT = re.compile(
     r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
     r"|adapter_config\.json|trainer_state\.json|training_args\.bin"
@@ -51,8 +51,8 @@ _SPACE_REMEDY = (
 def save_checkpoint(
     original: Callable[..., Any], trainer: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Writes a checkpoint aside and renames it when it is complete, so that a kill never leaves a broken one. Of several ranks
-    the first makes the folder, all write to it, and it is renamed when all have."""
+    """Writes a checkpoint aside and renames it when it is complete, so that a kill never leaves a broken one. With several
+    ranks the first makes the folder, all write to it, and the first renames it when all have written."""
     engine = engine_of(trainer.model)
     ranks = None if engine is None else engine.runtime.ranks
     saves = trainer.args.should_save
@@ -82,15 +82,15 @@ def save_checkpoint(
     meet("a published checkpoint")
     if not saves:
         _point_best_checkpoint(trainer, staging, run_dir)
-    elif trainer.args.push_to_hub:  # which reads the output folder, too: nothing lies aside there now
+    elif trainer.args.push_to_hub:  # reads the whole output folder, where nothing is aside now
         for folder in published:
             trainer._push_from_checkpoint(str(folder))
 
 
 @contextlib.contextmanager
 def _saving_to(trainer: Any, folder: Path) -> Iterator[None]:
-    """The Trainer writes its checkpoint below ``folder``, and doesn't upload it from there: uploads outlive the save. Log
-    messages name the checkpoint by the path that it will have."""
+    """Makes the Trainer write its checkpoint below ``folder``, and not upload it from there, since uploads outlive the save.
+    Log messages name the checkpoint by its final path."""
     make = logging.getLogRecordFactory()
 
     def renamed(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -111,7 +111,7 @@ def _saving_to(trainer: Any, folder: Path) -> Iterator[None]:
 
 
 def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
-    """The Trainer notes the best checkpoint by the path under which it saw it."""
+    """Replaces the path of the best checkpoint, which the Trainer noted in the staging folder, by its final one."""
     best, best_step = trainer.state.best_model_checkpoint, getattr(trainer.state, "best_global_step", None)
     if best and Path(best).parent == staging:
         trainer.state.best_model_checkpoint = str(run_dir / Path(best).name)
@@ -120,7 +120,7 @@ def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
 
 
 def _rotate(trainer: Any, run_dir: Path) -> None:
-    """Deletes old checkpoints by the Trainer's own rule; a kill leaves each of them whole or gone."""
+    """Deletes old checkpoints by the Trainer's own rule, moved aside first: a kill leaves each of them whole or gone."""
     limit, best, delete = trainer.args.save_total_limit, trainer.state.best_model_checkpoint, shutil.rmtree
     if not limit or limit <= 0:
         return
@@ -129,7 +129,7 @@ def _rotate(trainer: Any, run_dir: Path) -> None:
         def move_aside(path: Any, *args: Any, **kwargs: Any) -> None:
             if Path(path).parent == run_dir:
                 os.rename(path, staging / f"{Path(path).name}.deleted")
-            else:  # another thread's
+            else:  # a call of another thread
                 delete(path, *args, **kwargs)
 
         with replaced(shutil, "rmtree", move_aside):
@@ -142,7 +142,7 @@ def _rotate(trainer: Any, run_dir: Path) -> None:
 
 
 def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
-    """Reads the optimizer's state from a file mapping: read whole, it would need 10 bytes a parameter more."""
+    """Maps the file with the optimizer's state. Reading it whole would take 10 bytes a parameter more."""
     if checkpoint is None or engine_of(trainer.model) is None:
         original(trainer, checkpoint)
         return
@@ -152,9 +152,9 @@ def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, che
 
 
 def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only_model: bool) -> dict[str, int]:
-    """Bytes of the tensors that the Trainer will write into the next checkpoint, by what they are: weights in the dtype that
-    they are saved in, with PEFT's adapters only the trained ones; AdamW's state as it will be after its first step, another
-    optimizer's as it is now."""
+    """Bytes of the tensors in the Trainer's next checkpoint, by what they are. Weights count in the dtype in which they are
+    saved, with PEFT only the trained ones. AdamW's state counts as it will be after its first step, that of other optimizers
+    as it is now."""
     adapters_only = bool(getattr(model, "peft_config", None))
     saved = (tensor for _, tensor in _saved_tensors(model) if tensor.requires_grad or not adapters_only)
     weights = sum(tensor.numel() * tensor.element_size() for tensor in saved)
@@ -168,15 +168,15 @@ def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only
 
 
 def _require_room(run_dir: Path, model: nn.Module, optimizer: Any, engine: Engine, args: Any) -> int:
-    """Raises ``DiskError`` where the disk has no room for a checkpoint; returns the bytes that it will take."""
+    """Raises ``DiskError`` if the disk has no room for a checkpoint. Returns the bytes that it will take."""
     parts = checkpoint_bytes(model, optimizer, engine, args.save_only_model)
     require_free_bytes(run_dir, parts, "a checkpoint", _SPACE_REMEDY)
     return sum(parts.values())
 
 
 def require_saving_possible(args: Any, model: nn.Module, optimizer: Any, engine: Engine) -> None:
-    """Raises ``DiskError`` where checkpoints are wanted and the output folder can't be written to, or has no room. Removes
-    what killed runs left in it."""
+    """Raises ``DiskError`` if checkpoints are wanted and the output folder can't be written to, or has no room. Removes what
+    killed runs left in it."""
     if not args.should_save or getattr(args.save_strategy, "value", args.save_strategy) == "no":
         return
     run_dir = Path(args.output_dir)
@@ -185,13 +185,13 @@ def require_saving_possible(args: Any, model: nn.Module, optimizer: Any, engine:
 
 
 def checkpoint_staging(run_dir: Path, what: str = "checkpoints") -> contextlib.AbstractContextManager[Path]:
-    """:func:`.disk.staging_folder` among the checkpoints; entering it shows that they can be saved."""
+    """A :func:`.disk.staging_folder` beside the checkpoints. Entering it shows that they can be saved."""
     return staging_folder(run_dir, STAGING_PREFIX, what, _SPACE_REMEDY)
 
 
 @contextlib.contextmanager
 def _saving_progress(folder: Path, expected_bytes: int, show: bool) -> Iterator[None]:
-    """Draws a bar of what has been written under ``folder`` while the body runs."""
+    """Draws a bar of the bytes written under ``folder`` while the body runs."""
     bar, done = progress_bar(expected_bytes, "saving", "B", show=show), threading.Event()
     if bar.disable:
         yield
@@ -216,11 +216,11 @@ def _saving_progress(folder: Path, expected_bytes: int, show: bool) -> Iterator[
 
 
 def publish(staging: Path) -> list[Path]:
-    """Moves every checkpoint in a staging folder into place, each by one rename, after it is safely on disk. One of the same
-    name is replaced: at every instant there is the older one or the new one, complete. Where the file system can't exchange
-    names, a kill may leave neither; the next staging folder then puts the older one back. Files that a user or a script put
-    into it stay; its own weights and training state, which would be read with the new ones or instead, don't. Raises
-    ``OSError`` where the disk can't take them; the checkpoints before are as they were."""
+    """Moves every checkpoint in a staging folder into place, each by one rename once it is safely on disk, and returns their
+    paths. One of the same name is replaced: at every instant the older or the new one is there, complete. If the file system
+    can't exchange names, a kill may leave neither, and the next staging folder puts the older one back. Files that a user or a
+    script put into the older one are kept; its own weights and training state, which would be read with the new ones or
+    instead, aren't. Raises ``OSError`` if the disk can't take them; earlier checkpoints are then as they were."""
     published = []
     for folder in sorted(staging.iterdir()):
         target = staging.parent / folder.name
@@ -241,7 +241,7 @@ def publish(staging: Path) -> list[Path]:
 
 
 def _keep_files_of_others(target: Path, folder: Path) -> None:
-    """Gives the new checkpoint the files of the older one that aren't the Trainer's, by further links where possible."""
+    """Gives the new checkpoint those files of the older one that aren't the Trainer's, as hard links if possible."""
     was_checkpoint = (target / _TRAINER_STATE).exists()
     for where, folders, files in os.walk(target):
         place = folder / Path(where).relative_to(target)
@@ -264,7 +264,7 @@ def _keep_files_of_others(target: Path, folder: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Swaps two folders' names in one move; False where the system or the file system can't."""
+    """Swaps the names of two folders in one move. Returns False if the system or the file system can't."""
     rename = getattr(libc, "renameat2", None)
     at_working_directory, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of <linux/fs.h>
     names = at_working_directory, os.fsencode(first), at_working_directory, os.fsencode(second)
@@ -272,8 +272,8 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def write_masters(model: nn.Module, engine: Engine, folder: Path, max_shard_gib: float) -> list[Path]:
-    """See :func:`.api.export_masters`. Parameters are read from the store one by one. Ties are written once, under the name
-    that comes first, as ``save_pretrained`` does. A parameter larger than a shard gets a file of its own."""
+    """Does the work of :func:`.api.export_masters`. Reads parameters from the store one by one, and writes tied ones once,
+    under the first name, as ``save_pretrained`` does. A parameter larger than a shard gets a file of its own."""
     if max_shard_gib <= 0:
         raise ConfigError(f"max_shard_gib must be above 0, got {max_shard_gib}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -323,7 +323,7 @@ def _fp32_bytes(tensor: torch.Tensor) -> int:
 
 
 def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters once each, then the buffers that are saved."""
+    """Names and tensors: each parameter once, then the buffers that are saved."""
     yield from model.named_parameters()
     for owner, module in model.named_modules():
         for name, buffer in module._buffers.items():

@@ -1,4 +1,4 @@
-"""Writing files that must be complete or absent: free space, a staging folder, flushing, one line on what the disk refused."""
+"""Writing files that must be complete or absent: free space, a staging folder, flushing, one-line errors of the disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatrain_accelerate.errors import DiskError
 from megatrain_accelerate.units import MIB, format_bytes
 
 REPLACED = ".replaced"
-"""Ends the name of a folder that was moved aside for a newer one of the same name."""
+"""The suffix of a folder that was moved aside for a newer one of the same name."""
 
 _REFUSED_FLUSHES = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM, errno.EISDIR)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -25,15 +25,15 @@ _OTHER_FAULTS = (errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM,
 
 
 def existing_part(path: Path) -> Path:
-    """The path itself, or the nearest above it that exists."""
+    """The path itself, or its nearest parent that exists."""
     path = path.absolute()
-    return next(place for place in (path, *path.parents) if os.path.exists(place))  # False also where looking is forbidden
+    return next(place for place in (path, *path.parents) if os.path.exists(place))  # False also if access is denied
 
 
 def require_free_bytes(folder: Path, parts: dict[str, int], what: str, remedy: str) -> None:
-    """Raises ``DiskError``, with the numbers, where the file system of a ``folder``, which needn't exist yet, has no room for
-    ``parts``, bytes by what they hold. ``what`` and ``remedy`` are subject and last sentence of the message. A file system
-    that doesn't tell its size isn't checked."""
+    """Raises ``DiskError``, with the numbers, if the file system of ``folder``, which needn't exist yet, has no room for
+    ``parts``, bytes by what they hold. ``what`` and ``remedy`` are the subject and the last sentence of the message. A file
+    system that doesn't tell its size isn't checked."""
     needed, usage = sum(parts.values()), shutil.disk_usage(existing_part(folder))
     if usage.total == 0 or needed <= usage.free:
         return
@@ -46,7 +46,7 @@ def require_free_bytes(folder: Path, parts: dict[str, int], what: str, remedy: s
 
 @contextlib.contextmanager
 def _faults_explained(folder: Path, what: str, remedy: str) -> Iterator[None]:
-    """Says in one line what the disk refused while the body wrote to it: torch and safetensors hide or bury it."""
+    """Turns what the disk refuses in the body into a one-line ``DiskError``: torch and safetensors hide or bury the cause."""
     try:
         yield
     except DiskError:
@@ -63,7 +63,7 @@ def _faults_explained(folder: Path, what: str, remedy: str) -> Iterator[None]:
 
 
 def _writing_fault(folder: Path) -> int | None:
-    """The error number of writing a little to the folder; None if that works."""
+    """The error number of a small write to the folder, or None if it succeeds."""
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(MIB))
@@ -75,7 +75,7 @@ def _writing_fault(folder: Path) -> int | None:
 
 
 def flush_file(path: Path) -> None:
-    """Waits until a file's content is on the disk. Raises OSError if the disk can't take it."""
+    """Waits until a file's content is on the disk. Raises ``OSError`` if the disk can't take it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -84,7 +84,7 @@ def flush_file(path: Path) -> None:
 
 
 def flush_folder(path: Path) -> None:
-    """Waits until the names in a folder are on the disk, where the file system can be asked for that."""
+    """Waits until the names in a folder are on the disk, if the file system supports that."""
     try:
         flush_file(path)
     except OSError as error:
@@ -94,10 +94,10 @@ def flush_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def staging_folder(parent: Path, prefix: str, what: str, remedy: str) -> Iterator[Path]:
-    """Makes a fresh folder below ``parent``, which is made too, for the body; it is removed afterwards, and so are folders of
-    this ``prefix`` that dead runs left. What can't be removed (files that are still mapped, on NFS) stays until a later call;
-    so do folders of live processes, if the file system supports locks on folders. Raises ``DiskError`` (see
-    :func:`require_free_bytes`) where the disk refused the folder, or a write in the body, whose other errors pass through."""
+    """Makes a new folder in ``parent``, which is made too if it is missing, and removes it after the body. Folders of this
+    ``prefix`` that dead runs left are removed as well, those of live processes only if the file system has no locks on
+    folders. What can't be removed (files that are still mapped, on NFS) stays until a later call. Raises ``DiskError`` (see
+    :func:`require_free_bytes`) if the disk refuses the folder or a write in the body. Other errors pass through."""
     with _faults_explained(parent, what, remedy):
         parent.mkdir(parents=True, exist_ok=True)
         for left in [path for path in parent.iterdir() if path.name.startswith(prefix)]:
@@ -117,7 +117,7 @@ def staging_folder(parent: Path, prefix: str, what: str, remedy: str) -> Iterato
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Holds the folder's lock while the body runs. Yields False if another process holds it, True if there are no locks."""
+    """Locks the folder while the body runs. Yields False if another process has locked it, True also if there are no locks."""
     with contextlib.ExitStack() as stack:
         is_free = True
         try:
@@ -132,7 +132,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _discard(staging: Path) -> None:
-    """Removes a staging folder as far as possible. A folder that was moved aside goes back if no new one took its place."""
+    """Removes a staging folder as far as possible. A folder that was moved aside moves back if no new one took its place."""
     for replaced in staging.glob(f"*{REPLACED}"):
         target = staging.parent / replaced.name.removesuffix(REPLACED)
         if not target.exists():

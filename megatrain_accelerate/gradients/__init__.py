@@ -1,1 +1,1 @@
-"""The way of gradients from autograd to the store."""
+"""Gradients on their way from autograd to the store."""

@@ -1,6 +1,6 @@
-"""Host buffers for gradients that are added to others, and for those that pass through. Where gradients pass (``step_schedule:
-backward``), a layer's are consumed by its step as soon as they have arrived, so that only those on their way need memory: 12
-bytes a parameter of a layer instead of 14. ``parameter.grad`` shows not-a-number then."""
+"""Host buffers for gradients, and the addition of gradients on the host. Gradients that pass (``host_gradients: passing``) are
+consumed by their layer's step as soon as they have arrived, so that only those in flight need memory: 12 bytes a parameter of
+a layer instead of 14. ``parameter.grad`` shows not-a-number then."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megatrain_accelerate.transfer.parts import Stepped
 
 
 def of_their_own(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients, contiguous, each in memory of its own: autograd may hand out one tensor's memory twice (of a sum of two
-    parameters), or views of something larger."""
+    """Returns the gradients as contiguous tensors that share no memory. Autograd may hand out one tensor's memory twice (for a
+    sum of two parameters), or views of a larger tensor."""
     seen: set[int] = set()
     owned = []
     for gradient in gradients:
@@ -36,8 +36,8 @@ def of_their_own(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class HostBuffers:
-    """Host buffers of uint8 that take turns. Owner: the offloader. Writer of one: the d2h stream. Reader: the step worker,
-    until the gate opens for which it was taken."""
+    """Host buffers of uint8 that are used in turn. Owner: the offloader. Writer: the d2h stream. Reader: the step worker,
+    until the gate opens that was given to :meth:`take`."""
 
     def __init__(self, count: int, size_bytes: int, meter: Meter) -> None:
         self._meter = meter
@@ -49,9 +49,9 @@ class HostBuffers:
         self.close = memory.close
 
     def take(self, reader: UpdateGate) -> torch.Tensor:
-        """The next buffer; waits for what still reads it, and raises if that failed."""
+        """Returns the next buffer. Blocks until its last reader is done, and raises if that one failed."""
         buffer, before = self._turns[0]
-        # WAR: the step, or the addition, of what took the buffer last may still read it.
+        # WAR: the step or addition for which the buffer was taken last may still read it.
         self._meter.wait_for_step("what read a host buffer", before)
         self._turns.popleft()
         self._turns.append((buffer, reader))
@@ -60,37 +60,37 @@ class HostBuffers:
 
 @dataclasses.dataclass(frozen=True)
 class Addition:
-    """What a parameter's new gradient is added to, on the host. Made by the launching thread, run by the step worker."""
+    """Adds a parameter's new gradient to its earlier one on the host. Made by the launching thread, run by the step worker."""
 
     state: ParameterState
     earlier: torch.Tensor | None
-    """``parameter.grad`` as it was."""
+    """``parameter.grad`` before the addition, if there was one."""
     running: RunningSum | None
-    """The same where it is summed in fp32."""
+    """``earlier`` as an fp32 sum. None if it isn't summed in fp32."""
 
     def add(self, new: torch.Tensor | None, sums: Fp32Sums, of: Callable[[FlatEntry, torch.Tensor], torch.Tensor]) -> None:
-        """Adds a gradient (None: zeros) to the part of the whole tensor that ``of`` returns."""
+        """Adds a gradient (None stands for zeros) to the part of the whole tensor that ``of`` returns."""
         own, running = self.state.gradient, self.running
         of_part = functools.partial(of, self.state.entry)
         assert own is not None
         if self.earlier is None:
-            target = of_part(own.data)  # unseen by the version that the launching thread takes
+            target = of_part(own.data)  # .data: no version moves that the launching thread notes
             target.zero_() if new is None else target.copy_(new)
         elif running is not None:
             residual = of_part(running.residual)
             if new is not None:
                 sums.kernels.accumulate_split(of_part(self.earlier), residual, new, running.has_residual)
             elif not running.has_residual:
-                residual.zero_()  # it counts from now on
+                residual.zero_()  # the launching thread has noted that it counts
         elif new is None:
             return
         elif self.earlier.data_ptr() == own.data_ptr():
             sums.kernels.accumulate(of_part(own), new)
-        else:  # somebody assigned a tensor of their own
+        else:  # the script assigned a tensor of its own
             of_part(self.earlier).add_(new)
 
     def total_and_norm(self, sums: Fp32Sums, unit: HostUnit) -> tuple[torch.Tensor, float]:
-        """The whole gradient when all is added, and the norm of what of it this process steps."""
+        """Returns the whole gradient after the last addition, and the norm of the part that this process steps."""
         total = self.state.gradient if self.earlier is None else self.earlier
         assert total is not None
         residual = None if self.running is None else unit.of(self.state.entry, self.running.residual)
@@ -98,7 +98,7 @@ class Addition:
 
 
 def not_stepped(layer: Stepped) -> StateError:
-    """For a layer whose gradients no optimizer takes: the next layers' would overwrite them."""
+    """The error for a layer whose gradients no optimizer consumes: those of the next layers would overwrite them."""
     return StateError(
         f"the gradients of layer {layer.name} can't be consumed in this backward: those of an earlier step weren't cleared "
         "(call optimizer.zero_grad() after each step), another backward comes before the step (accumulation, several forwards "
@@ -108,8 +108,8 @@ def not_stepped(layer: Stepped) -> StateError:
 
 
 def refuse_unstepped(layers: Sequence[Stepped], parameters: Collection[int]) -> None:
-    """Raises a StateError for a layer's gradient that ``step()`` finds where it can't be read. ``parameters``: the ``id`` of
-    each whose gradient no backward since the last step has consumed."""
+    """Raises a StateError if ``step()`` finds a gradient of a layer whose gradients pass, since no host memory holds it.
+    ``parameters``: ``id`` of each parameter whose gradient no backward has consumed since the last step."""
     for layer in layers:
         names = [state.name for state in layer.unit.states if id(state.parameter) in parameters]
         if names and layer.unit.passes_gradients and not layer.unit.is_on_device:

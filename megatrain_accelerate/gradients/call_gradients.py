@@ -1,6 +1,6 @@
-"""Weight gradients of layers in autograd's graph, from the leaves of a call to the host store. A layer that is called once in
-a forward sends its gradients as soon as its backward has been issued. Those of several calls are added up first, and those of
-a call in pieces of its batch are summed in fp32, as long as one backward (autograd's graph task) brings them."""
+"""Takes the weight gradients of layers in autograd's graph from the leaves of a call to the offloader. Gradients of a layer
+that is called once in a forward are offloaded as soon as its backward has been issued. Within one backward (a graph task of
+autograd) those of several calls are added up first, and those of the pieces of one call are summed in fp32."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from megatrain_accelerate.transfer.parts import Streamed
 
 
 class LayerSums:
-    """fp32 sums of one layer's weight gradients over the pieces of a call, rounded once when they leave. They lie in
-    ``buffer``, flat fp32 memory, which nobody else uses while they live."""
+    """fp32 sums of one layer's weight gradients over the pieces of a call, rounded once when they are offloaded. They are
+    views of ``buffer``, flat fp32 memory that nothing else uses while they live."""
 
     def __init__(self, layout: FlatLayout, buffer: torch.Tensor) -> None:
         self._entries = layout.trainable_entries
         self._buffer = buffer
         self._sums: dict[int, torch.Tensor] = {}
         self.complete_pieces = 0
-        """Pieces whose gradients are all in the sums."""
 
     def add(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Adds one piece's gradients, by place among the layer's trainable parameters."""
+        """Adds one piece's gradients, by index among the layer's trainable parameters."""
         for row, gradient in gradients.items():
             if row in self._sums:
                 self._sums[row].add_(gradient)
@@ -38,17 +37,17 @@ class LayerSums:
                 self._sums[row] = self._buffer[begin : begin + spec.numel].view(spec.shape).copy_(gradient)
 
     def take(self, to_stay: bool) -> dict[int, torch.Tensor]:
-        """The sums of what pieces had gradients of: fp32, valid until the next layer's begin. Those that are ``to_stay`` are
-        tensors of their own, rounded to the dtypes of the weights."""
+        """Returns the fp32 sums of the parameters that got a gradient, by index. They are valid until the sums of the next
+        layer begin. With ``to_stay`` they are copies, rounded to the dtypes of the weights."""
         if not to_stay:
             return self._sums
         return {row: total.to(self._entries[row].spec.dtype, copy=True) for row, total in self._sums.items()}
 
 
 class GradientSums:
-    """Where the layers' sums lie: one flat buffer on the device, as large as the largest layer's trained parameters. Owner:
-    the runtime. Writer and reader: the compute stream. The buffer is made when the first call is cut, and belongs to one
-    layer's sums as long as these live. Sums that begin meanwhile (of a backward within a backward) get memory of their own."""
+    """The memory of all :class:`LayerSums`: one flat buffer on the device, as large as the largest layer's trained parameters.
+    Owner: the runtime. Writer and reader: the compute stream. The buffer is allocated when the first call is cut, and serves
+    one layer's sums at a time. Sums that begin meanwhile (in a backward within a backward) get memory of their own."""
 
     def __init__(self, device: torch.device, layouts: Iterable[FlatLayout]) -> None:
         self._device = device
@@ -66,21 +65,21 @@ class GradientSums:
 
 
 class Backward:
-    """One backward that is under way (a graph task of autograd), and its gradients that wait for others."""
+    """One backward that is under way (a graph task of autograd), with its gradients that wait for others to be added."""
 
     def __init__(self, offloader: GradientOffloader, fp32_sums: GradientSums) -> None:
         self.calls: list[Any] = []
-        """The calls of layers, or pieces of calls, to which it has come (:class:`.GraphCall`)."""
+        """The calls of layers, or pieces of calls, that this backward has reached (:class:`.GraphCall`)."""
         self._offloader = offloader
         self._fp32_sums = fp32_sums
         self._sums: dict[Streamed, dict[int, torch.Tensor]] = {}
-        """Of layers that run several times in one forward, or that may bring more."""
+        """Gradients of layers that run several times in one forward, or whose calls may bring more."""
         self._pieces: dict[tuple[Tape, int], tuple[Streamed, LayerSums]] = {}
-        """Of calls in pieces, by their places."""
+        """The sums of calls in pieces, by tape and position of the call."""
 
     def take(self, call: Any, found: dict[int, torch.Tensor], is_complete: bool) -> None:
-        """Takes gradients of a call: they go at once unless others of the layer come in this backward. Those of a piece are
-        added to the other pieces', and go with the last. ``is_complete``: the call, or the piece, brings no more."""
+        """Takes gradients of a call. They are offloaded at once, unless the layer can get others in this backward. Those of a
+        piece are added to the other pieces' and offloaded with the last. ``is_complete``: the call or piece brings no more."""
         if call.pieces == 1:
             self._deliver(call.tape, call.layer, found, is_complete)
             return
@@ -102,13 +101,13 @@ class Backward:
         if is_complete and tape.calls.count(layer.index) == 1:
             self._offloader.offload(layer, found)
             return
-        # To those of the layer's other calls, as autograd does before it accumulates.
+        # They are added to those of the layer's other calls, as autograd does before it accumulates.
         sums = self._sums.setdefault(layer, {})
         for row, gradient in found.items():
             sums[row] = sums[row].add_(gradient) if row in sums else gradient
 
     def finish(self) -> None:
-        """It is over: what has been added up goes."""
+        """Offloads what has been added up. Called when the backward is over."""
         for place in list(self._pieces):
             self._deliver_pieces(place)
         for layer, found in self._sums.items():

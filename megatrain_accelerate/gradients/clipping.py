@@ -1,4 +1,4 @@
-"""The norms of all gradients, and clipping by a factor that the next step multiplies in."""
+"""The norms of all gradients, and clipping: a factor with which the next step multiplies gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatrain_accelerate.store.unit import HostUnit
 
 
 class NormTable:
-    """Host table of the last gradient norm of every trainable parameter, in the ``row`` of its state. Owner: the runtime.
+    """Host table of each trained parameter's last gradient norm, in the ``row`` of its state. Owner: the runtime.
     Writers: the d2h stream, the step worker. Reader: the launching thread, after backward."""
 
     def __init__(self, units: Sequence[HostUnit], register: bool) -> None:
@@ -28,7 +28,7 @@ class NormTable:
         self.close = memory.close
 
     def copies(self, states: Sequence[ParameterState], norms: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Where the norms of these trained parameters' gradients go, in as few copies from the device as can be."""
+        """Which rows of the table these parameters' ``norms`` on the device are copied to, in as few copies as possible."""
         rows = [row for state in states if (row := state.row) is not None]
         if rows == list(range(rows[0], rows[-1] + 1)):
             return [(self.norms[rows[0] : rows[-1] + 1], norms)]
@@ -36,7 +36,7 @@ class NormTable:
 
 
 class Clipping:
-    """Owner of clipped gradients' factors until a step takes them. ``states``: places in the store, by ``id`` of the
+    """Owner of the clip factors until a step takes them. ``states``: the states of the model's parameters, by ``id`` of the
     parameter."""
 
     def __init__(self, norms: NormTable, sums: Fp32Sums, states: Mapping[int, ParameterState]) -> None:
@@ -44,14 +44,14 @@ class Clipping:
         self._sums = sums
         self._states = states
         self.factors: dict[int, float] = {}
-        """Of each clipped parameter, by its ``id``."""
+        """The factor of each clipped parameter, by its ``id``."""
         self.stepped: list[tuple[ParameterState, float, NotedTensor]] = []
-        """Each parameter that was stepped with a factor since the last forward, the factor, and its gradient then."""
+        """Each parameter that was stepped with a factor since the last forward, the factor, and its gradient at that time."""
 
     def total_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Global 2-norm of the parameters' gradients, which must have been collected: fp32, on the host, no dimensions. The
-        value of ``torch.nn.utils.clip_grad_norm_`` on fp32 gradients: the norm of the gradients' norms. ``parameters`` are
-        trained ones of this model, or of modules that don't stream; those without a gradient don't count."""
+        """Global 2-norm of the parameters' gradients, which must have been collected: an fp32 scalar tensor on the host. It is
+        what ``torch.nn.utils.clip_grad_norm_`` gives on fp32 gradients: the norm of the gradients' norms. ``parameters`` are
+        trained ones of this model, or of modules that don't stream. Those without a gradient don't count."""
         rows, factors, outside = [], [], []
         for parameter in parameters:
             if (gradient := parameter.grad) is None:
@@ -69,9 +69,9 @@ class Clipping:
         return torch.linalg.vector_norm(torch.cat([norms, *(norm.cpu().reshape(1) for norm in outside)]), 2.0)
 
     def clip(self, parameters: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """See :meth:`StreamingRuntime.clip_grad_norm`; the gradients' norms must have arrived."""
+        """See :meth:`StreamingRuntime.clip_grad_norm`. The gradients' norms must have arrived on the host."""
         total = self.total_norm(parameters)
-        # As torch.nn.utils.clip_grad_norm_ does it, in fp32.
+        # The formula of torch.nn.utils.clip_grad_norm_, in fp32.
         factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
         if bool(total.isfinite()) and factor != 1.0:
             for parameter in parameters:
@@ -82,8 +82,8 @@ class Clipping:
         return total
 
     def take_factors(self, ids: Collection[int]) -> dict[int, float]:
-        """Removes and returns the factors that wait for a step of these parameters, by ``id``; 1 where absent. The gradients
-        stay as they are: :meth:`settle` scales those that are still there behind the step."""
+        """Removes and returns the factors that wait for a step of these parameters, by ``id``. A missing one is 1. The
+        gradients stay unscaled: :meth:`settle` scales those that are still there after the step."""
         taken: dict[int, float] = {}
         for key in [key for key in self.factors if key in ids]:
             state, factor = self._states[key], self.factors.pop(key)
@@ -94,24 +94,24 @@ class Clipping:
         return taken
 
     def has_unscaled(self) -> bool:
-        """Whether clipped gradients are left that weren't scaled."""
+        """Whether there are clipped gradients that haven't been scaled."""
         return bool(self.factors) or self.has_stepped()
 
     def has_stepped(self) -> bool:
-        """Whether clipped gradients are still there, unscaled, behind their step."""
+        """Whether clipped gradients are still there, unscaled, after their step."""
         self.stepped = [stepped for stepped in self.stepped if stepped[2].is_still(stepped[0].parameter.grad)]
         return bool(self.stepped)
 
     def settle_stepped(self, others_follow: bool) -> None:
-        """The part of :meth:`settle` that gradients need which were stepped and not dropped."""
+        """Does what :meth:`settle` does for gradients that were stepped and not dropped."""
         if self.has_stepped():
             for state, factor, _ in self.stepped:
                 self._sums.scale(state, factor, others_follow)
             self.stepped.clear()
 
     def settle(self, others_follow: bool) -> None:
-        """Scales clipped gradients in place, for those who look at them or add to them; no step may be under way. If
-        ``others_follow``, bf16 ones become fp32 sums where such are wanted; else what isn't a sum is rounded once more."""
+        """Scales clipped gradients in place, before somebody reads them or adds to them. No step may be in flight. With
+        ``others_follow`` bf16 ones become fp32 sums, if these are wanted. Without, what isn't a sum is rounded once more."""
         self.refuse_written()
         self.settle_stepped(others_follow)
         for key, factor in self.factors.items():
@@ -120,7 +120,7 @@ class Clipping:
         self.factors.clear()
 
     def refuse_written(self) -> None:
-        """A StateError if a clipped gradient was written to: that would be scaled as well."""
+        """Raises a StateError if a clipped gradient was written to, since the step would scale what was written, too."""
         clipped = [self._states[key] for key in self.factors]
         if any(state.parameter.grad is not None and not state.has_norm for state in clipped):
             raise StateError(

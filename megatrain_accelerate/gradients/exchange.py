@@ -1,6 +1,6 @@
-"""Means of the ranks' gradients: each rank gets its share of them from all, and adds them in fp32, in the order of ranks. So G
-ranks give the bits of one process that adds the same G parts in the same order, and a mean in bf16 is rounded once. It costs
-the bytes of a reduce-scatter in bf16."""
+"""Means of the ranks' gradients. Each rank receives its share of the gradients from all ranks and adds them in fp32, in the
+order of ranks. So G ranks give the bits of one process that adds the same G gradients in that order, and a mean in bf16 is
+rounded once. It costs the bytes of a reduce-scatter in bf16."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ from megatrain_accelerate.transfer.streams import Streams
 from megatrain_accelerate.units import MIB
 
 _BUCKET_BYTES = 64 * MIB
-"""At most so much of gradients that stay on the device is exchanged at a time."""
+"""Limit of the bytes that are exchanged at a time, of gradients that stay on the device."""
 _CHUNK_MULTIPLE = 512
-"""A run that is too large for the buffer to receive in is exchanged in chunks of a multiple of so many bytes."""
+"""A run that doesn't fit the receive buffer is exchanged in chunks, each a multiple of so many bytes."""
 
 
 class Exchange:
-    """Collectives of gradients, on each rank in the order of the backward. ``layouts``: of what has gradients in a slot."""
+    """The collectives of gradients, in the order of the backward on each rank. ``layouts``: of the layers that use slots."""
 
     def __init__(self, shared: SharedStore, streams: Streams, layouts: Iterable[FlatLayout]) -> None:
         self._ranks, self._order, self._streams = shared.ranks, shared.order, streams
         self._found: set[int] = set()
-        """Rows (places in the table of norms) of the parameters of which this rank has found a gradient since they last had
-        none."""
+        """Rows (in the table of norms) of the parameters that got a gradient on this rank since theirs was last dropped."""
         self.in_parts: set[int | None] = set()
-        """Rows whose norm in the table is, or will be, that of what this rank steps alone."""
+        """Rows whose norm in the table is, or will be, that of this rank's share alone."""
         sizes = self.buffer_bytes(layouts, shared.ranks.size)
         self.device_bytes = sum(sizes)
         self._sent, self._received = (torch.zeros(size, dtype=torch.uint8, device=streams.device) for size in sizes)
@@ -44,28 +43,28 @@ class Exchange:
 
     @staticmethod
     def buffer_bytes(layouts: Iterable[FlatLayout], ranks: int) -> tuple[int, int]:
-        """Of the buffer to send from, for a bucket, and of that to receive in: a bucket, or the largest share of any of these
-        layouts from each rank. Equal on all ranks, which cut what is larger alike."""
-        of_bucket = _BUCKET_BYTES + 4 * ranks  # the ranks' parts are equal, the last one padded
+        """Bytes of the send buffer, which holds a bucket, and of the receive buffer, which holds a bucket or the largest share
+        of any of these layouts from each rank. They are equal on all ranks, so that all cut larger runs alike."""
+        of_bucket = _BUCKET_BYTES + 4 * ranks  # the ranks' shares of a bucket are equal, the last one is padded
         shares = [layout.share_of(rank, ranks) for layout in layouts for rank in range(ranks)]
         return of_bucket, max([of_bucket, *(ranks * (share.end_byte - share.begin_byte) for share in shares)])
 
     def trial(self) -> int:
-        """Makes the means of zeros, to be timed; called by all ranks together. Returns the bytes that were exchanged."""
+        """Makes the means of zeros, to be timed. All ranks call it together. Returns the number of bytes exchanged."""
         zeros = torch.zeros(_BUCKET_BYTES // 2, dtype=torch.bfloat16, device=self._streams.device)
         self._make_means([zeros])
-        return 2 * zeros.nbytes  # out in shares, and back as means
+        return 2 * zeros.nbytes  # out in shares, back as means
 
     def note_found(self, states: Iterable[ParameterState], among: Iterable[ParameterState] = ()) -> None:
-        """Notes the parameters (``states``) that got a gradient in a backward, and forgets those ``among`` which it looked
-        whose gradient somebody has dropped."""
+        """Notes the parameters (``states``) that got a gradient in a backward. Of those that could have got one (``among``) it
+        first forgets each whose gradient has been dropped."""
         self._found.difference_update(state.row for state in among if state.parameter.grad is None)
         self._found.update(row for state in states if (row := state.row) is not None)
 
     def exchange_accumulated(self, sums: Fp32Sums, trained: Sequence[ParameterState], drops: bool) -> None:
-        """Called by all ranks when a backward is over: what autograd itself accumulated in it, of the ``trained`` parameters,
-        becomes the mean of the ranks', in one order on all of them, and is added to what was there. Zeros stand for this
-        rank's if only others have some. ``drops``: a gradient that no rank has found since they last had none is to go."""
+        """Called by all ranks when a backward is over. What autograd itself accumulated in it, in ``trained`` parameters,
+        becomes the ranks' mean, in one order on all ranks, and is added to the earlier gradient. A rank that has none takes
+        part with zeros. With ``drops`` a gradient is set to None if no rank has found one since it was last dropped."""
         own = {state.row: state for state in sums.fresh.values() if state.parameter.grad is not None}
         sums.fresh.clear()
         self.note_found(own.values())
@@ -88,14 +87,15 @@ class Exchange:
                 state.handle.set_gradient(None)
 
     def add_up_norms(self, norms: torch.Tensor) -> None:
-        """The ranks' parts of norms, which have arrived in the table ``norms``, become whole: the same bits on all ranks."""
+        """Combines the norms of the ranks' shares to those of whole gradients, with the same bits on all ranks. ``norms`` is
+        the table, in which this rank's must have arrived."""
         self._order.enter("a whole backward, their norms")
         rows = torch.tensor(sorted(self.in_parts), dtype=torch.long)
         norms[rows] = self._ranks.sum(norms[rows].double().square()).sqrt().float()
         self.in_parts.clear()
 
     def require_equal(self, norm: float) -> None:
-        """For a norm with gradients of other modules: raises an ``UnsupportedError`` where the ranks have different ones."""
+        """Raises an ``UnsupportedError`` if ranks have different values of a norm that includes gradients of other modules."""
         if len(found := set(map(repr, self._ranks.gather(norm)))) > 1:
             raise UnsupportedError(
                 f"the gradients' norm differs from process to process ({', '.join(sorted(found))}): the optimizer holds "
@@ -104,7 +104,7 @@ class Exchange:
 
     @staticmethod
     def refuse_rewritten(layers: Iterable[Streamed]) -> None:
-        """Raises an ``UnsupportedError`` for a gradient of a layer on the host that a script wrote to or assigned."""
+        """Raises an ``UnsupportedError`` if a script wrote to or assigned a gradient of a layer on the host."""
         for layer in layers:
             for state in () if layer.unit.is_on_device else layer.trainable:
                 is_rewritten = state.normed is not None and not state.has_norm
@@ -117,15 +117,15 @@ class Exchange:
                     )
 
     def mean_of_share(self, buffer: torch.Tensor, layout: FlatLayout, runs: Iterable[GradientRun], name: str) -> None:
-        """``buffer`` (uint8) holds gradients of a unit of this layout: those that ``runs`` name. Of these this rank's share
-        becomes the mean of all ranks'; the rest of the buffer stays. Issued on the current stream, which must be the d2h
-        stream, since all calls share one buffer to receive in."""
+        """Replaces this rank's share of the gradients in ``buffer`` (uint8) by the mean over all ranks. ``runs`` tells which
+        gradients of a unit of this layout the buffer holds. The rest of it stays. Issued on the current stream, which must be
+        the d2h stream, since all calls share one receive buffer."""
         self._order.enter(name)
         ranks = self._ranks
         shares = [layout.share_of(rank, ranks.size) for rank in range(ranks.size)]
         most_bytes = self._received.numel() // ranks.size
         for whole in runs:
-            # A run of some experts may be one rank's altogether, which gets as many bytes from each of the others.
+            # A run of some experts may be one rank's share altogether, which then gets as many bytes from each rank.
             fits = max(whole.of(share).size_bytes for share in shares) <= most_bytes
             for run in (whole,) if fits else whole.split(most_bytes // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE):
                 sizes = [run.of(share).size_bytes for share in shares]
@@ -136,8 +136,8 @@ class Exchange:
                     mean_of_rows(received.view(run.dtype).view(ranks.size, -1), buffer[own.in_slot].view(run.dtype))
 
     def make_means(self, gradients: Sequence[torch.Tensor], name: str) -> None:
-        """Each of these contiguous gradients becomes the mean of all ranks', in place, on each rank. It runs beside what the
-        compute stream does next; :meth:`wait_for_means` before anybody reads them, or lets go of them."""
+        """Replaces each of these contiguous gradients by the mean over all ranks, in place, on each rank. It overlaps what the
+        compute stream does next: call :meth:`wait_for_means` before anybody reads or frees them."""
         streams = self._streams
         self._order.enter(name)
         # RAW: the other ranks must see finished gradients.
@@ -145,12 +145,12 @@ class Exchange:
         with streams.on(streams.d2h_stream), named_range(f"megatrain::exchange_gradients ({name})"):
             streams.d2h_stream.wait_event(self._made_event)
             flat = [chunk for at in gradients for chunk in at.view(-1).split(_BUCKET_BYTES // at.itemsize)]
-            for bucket in torch._utils._take_tensors(flat, _BUCKET_BYTES):  # of one dtype each
+            for bucket in torch._utils._take_tensors(flat, _BUCKET_BYTES):  # buckets of one dtype
                 self._make_means(bucket)
             self._means_event.record(streams.d2h_stream)
 
     def wait_for_means(self) -> None:
-        """What is issued to the compute stream from now on sees all means."""
+        """Makes the compute stream wait for all means."""
         self._streams.compute_stream.wait_event(self._means_event)
 
     def _make_means(self, chunks: Sequence[torch.Tensor]) -> None:

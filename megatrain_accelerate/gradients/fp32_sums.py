@@ -1,6 +1,6 @@
-"""Gradients of several backwards summed in fp32: the bf16 half is ``parameter.grad``, a 16-bit residual lies beside it. The
-pair is split as the masters are (``csrc/split_master.h``): the sum has every bit of an fp32 addition for 2 bytes a parameter
-more, and nothing more moves over the link but the residuals of resident parameters, once a step. A residual counts only while
+"""fp32 sums of the gradients of several backwards. ``parameter.grad`` is the bf16 half of a sum, and a 16-bit residual is the
+rest: they are split as masters are (``csrc/split_master.h``). So a sum has every bit of an fp32 addition for 2 bytes a
+parameter more. Over the link it adds only the residuals of resident parameters, once a step. A residual counts only while
 ``parameter.grad`` is the tensor, at the version, that it was made with (:attr:`ParamHandle.has_fp32_sum`)."""
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from megatrain_accelerate.store.unit import HostUnit
 
 
 def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """2-norms in fp32 of tensors of one device, computed as ``torch.nn.utils.clip_grad_norm_`` does on fp32 gradients."""
+    """2-norms in fp32 of tensors on one device, computed as ``torch.nn.utils.clip_grad_norm_`` does on fp32 gradients."""
     return list(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
 
 
 def joined_sum(gradient: torch.Tensor, residual: torch.Tensor, kernels: StepKernels) -> torch.Tensor:
-    """The fp32 sum, a new tensor, of a bf16 gradient and its int16 residual: ``join_sum`` of the kernels."""
+    """Returns the fp32 sum of a bf16 gradient and its int16 residual, a new tensor: ``_join_sum`` of the Triton kernels."""
     total = torch.empty(gradient.shape, dtype=torch.float32, device=gradient.device)
     kernels.join(gradient, residual.where((gradient != 0) | (residual > 0), 0), total)
     return total
 
 
 class RunningSum(NamedTuple):
-    """What is beside a gradient that is about to be added to: the low half of the sum so far, and the kernels of where it
-    lies."""
+    """The rest of a sum that is about to be added to: its residual, and the kernels of the device that holds both halves."""
 
     residual: torch.Tensor
     has_residual: bool
-    """Whether the residual counts; else the sum so far is the gradient alone."""
+    """Whether the residual counts. Otherwise the sum so far is the gradient alone."""
     kernels: StepKernels
 
 
 class Fp32Sums:
-    """Decides which gradients of the ``units`` are summed in fp32, and how autograd's own are."""
+    """Decides which gradients of the ``units`` are summed in fp32, and sums those that autograd accumulates."""
 
     def __init__(
         self, units: Sequence[HostUnit], config: MegatrainConfig, device: torch.device, kernels: HostKernels, ranks: int
@@ -52,22 +51,20 @@ class Fp32Sums:
         self._host_memory_gib = config.host_memory_gib
         self.is_wanted = config.accumulation_dtype == "fp32"
         self.is_budgeted = False
-        """Whether the residuals' memory was counted before the model was adopted."""
+        """Whether the memory of the residuals was counted before the model was adopted."""
         self._device_kernels: DeviceKernels | None = None
         self._is_prepared = False
         self.ranks = ranks
-        """How many train the model together."""
         self.holds_fresh = ranks > 1
-        """Whether what a backward accumulates stays in ``parameter.grad``, apart from what was there, until all ranks have
-        made the mean of it and :meth:`unstash` is called."""
+        """Whether the gradient of a backward stays in ``parameter.grad``, apart from the earlier one, until all ranks have
+        made its mean and :meth:`unstash` is called."""
         self.fresh: dict[int, ParameterState] = {}
-        """Those that autograd was about to accumulate in this backward, by ``id``, where it :attr:`holds_fresh`."""
-        self._set_aside: dict[int, torch.Tensor] = {}
-        """The gradient that was there, by the ``id`` of the state."""
+        """The states whose gradients autograd accumulates in this backward, by ``id``. Empty unless :attr:`holds_fresh`."""
+        self._set_aside: dict[int, torch.Tensor] = {}  # by ``id`` of the state
 
     def prepare(self, staging_bytes: int = 0) -> None:
-        """Makes the residuals, 2 bytes a parameter, if there are none; ``staging_bytes`` are about to be taken besides. A
-        HostMemoryError, with nothing allocated, if they don't fit; a KernelError for a GPU without Triton."""
+        """Allocates the residuals, 2 bytes a parameter, once. ``staging_bytes`` are about to be allocated besides. Raises a
+        HostMemoryError, with nothing allocated, if they don't fit, and a KernelError for a GPU without Triton."""
         if self._is_prepared or not self.is_wanted or not any(unit.layout.split_elements for unit in self._units):
             return
         if self._device.type == "cuda":
@@ -75,7 +72,7 @@ class Fp32Sums:
                 raise KernelError("fp32 sums need Triton: `pip install triton`, or megatrain_config.accumulation_dtype: bf16")
             self._device_kernels = DeviceKernels()
         if not self.is_budgeted:
-            # All that is still to be allocated and wasn't promised: the optimizer may be prepared after this.
+            # Moments that aren't promised yet count, too: the optimizer may be prepared after this.
             units = [unit for unit in self._units if not unit.is_on_device]
             kinds = ("moments", "gradient_residuals")
             parts = {kind: sum(unit.sizes[kind] for unit in units if not unit.has(kind)) for kind in kinds}
@@ -86,7 +83,7 @@ class Fp32Sums:
         self._is_prepared = True
 
     def running(self, state: ParameterState) -> RunningSum | None:
-        """``parameter.grad`` as a sum that can be added to in fp32; None where it can't, or isn't to be."""
+        """Returns ``parameter.grad`` as a sum to add to in fp32. None if it can't be one, or isn't to be one."""
         gradient, residual = state.parameter.grad, state.sum_residual
         if not self.is_wanted or gradient is None or residual is None:
             return None
@@ -98,7 +95,8 @@ class Fp32Sums:
 
     @torch.no_grad()
     def scale(self, state: ParameterState, factor: float, others_follow: bool) -> None:
-        """Multiplies ``parameter.grad`` in place; an fp32 sum from then on if ``others_follow``, and no version moves then."""
+        """Multiplies ``parameter.grad`` in place. With ``others_follow`` it becomes an fp32 sum, if it can be one. On the host
+        a sum is written without a new version."""
         assert state.parameter.grad is not None
         if others_follow:
             self.prepare()
@@ -118,7 +116,7 @@ class Fp32Sums:
         state.normed = None
 
     def norms(self, states: Sequence[ParameterState]) -> list[torch.Tensor]:
-        """2-norms of the parameters' gradients, all of one device: of the fp32 sums where there are such; fp32, there."""
+        """2-norms (fp32) of the parameters' gradients, or of their fp32 sums, on the one device where all of them are."""
         found: list[torch.Tensor] = []
         plain: dict[int, torch.Tensor] = {}
         for position, state in enumerate(states):
@@ -136,8 +134,8 @@ class Fp32Sums:
         return found
 
     def host_norm(self, gradient: torch.Tensor, residual: torch.Tensor | None) -> float:
-        """2-norm of a gradient on the host, or of the fp32 sum that it is the bf16 half of."""
-        # torch's own norm on the CPU is several times slower; the stand-in takes it, to have the bits of plain PyTorch.
+        """2-norm of a gradient on the host, or with a ``residual`` of the fp32 sum."""
+        # torch's norm on the CPU is several times slower. The CPU stand-in uses it, to have the bits of plain PyTorch.
         if self._device.type == "cuda" and (residual is not None or gradient.is_contiguous()):
             return math.sqrt(self.kernels.square_sum(gradient, residual))
         if residual is not None:
@@ -145,8 +143,8 @@ class Fp32Sums:
         return float(gradient_norms([gradient])[0])
 
     def before_accumulation(self, state: ParameterState, arrived: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
-        """A hook of the node by which autograd adds to a parameter's gradient: what is summed in fp32 is added here, and
-        nothing is left for autograd."""
+        """A prehook of the node by which autograd accumulates a parameter's gradient: what is summed in fp32 is added here,
+        and nothing is left for autograd."""
         fresh = arrived[0]
         if fresh is None or not self._sums(state, fresh):
             return None
@@ -159,30 +157,30 @@ class Fp32Sums:
         return (None,)
 
     def _sums(self, state: ParameterState, fresh: torch.Tensor) -> bool:
-        """Whether ``fresh`` is to be added in fp32 to the gradient that is there."""
+        """Whether ``fresh`` is to be added to the earlier gradient in fp32."""
         if state.parameter.grad is None or not _is_in_bf16(fresh):
             return False
         self.prepare()
         return self.running(state) is not None
 
     def stash_for(self, state: ParameterState, arrived: tuple[torch.Tensor | None, ...]) -> None:
-        """The same of a resident parameter, and with several ranks of all: the gradient that is there makes way for the fresh
-        one, until :meth:`unstash` is called."""
+        """A prehook like :meth:`before_accumulation`, for resident parameters, and with several ranks for all on the device:
+        sets the earlier gradient aside, so that ``parameter.grad`` is the fresh one until :meth:`unstash`."""
         fresh = arrived[0]
         if fresh is not None and (self.holds_fresh or self._sums(state, fresh)):
-            self._set_aside.pop(id(state), None)  # of a backward that failed
+            self._set_aside.pop(id(state), None)  # left by a backward that failed
             self.stash(state)
             if self.holds_fresh:
                 self.fresh[id(state)] = state
 
     def stash(self, state: ParameterState) -> None:
-        """Takes a gradient that is there out of the way of a fresh one, until :meth:`unstash`."""
+        """Sets an earlier gradient aside until :meth:`unstash`."""
         if state.parameter.grad is not None:
             self._set_aside[id(state)] = state.parameter.grad
             state.handle.set_gradient(None, keeps_sum=True)
 
     def unstash(self, state: ParameterState) -> None:
-        """autograd accumulated into ``parameter.grad``: adds it to what was set aside, which takes its place again."""
+        """Adds what autograd accumulated in ``parameter.grad`` to the gradient set aside, and puts the sum in its place."""
         earlier, fresh = self._set_aside.pop(id(state), None), state.parameter.grad
         state.normed = None
         if earlier is not None and fresh is not None:
@@ -191,7 +189,7 @@ class Fp32Sums:
 
     @torch.no_grad()
     def add(self, state: ParameterState, gradient: torch.Tensor) -> None:
-        """Sets or adds to a gradient that no copy is on its way to, where the parameter lies."""
+        """Sets ``parameter.grad``, or adds to it, on the device where it is. No copy into it may be in flight."""
         state.normed = None
         earlier = state.parameter.grad
         if earlier is None:

@@ -1,6 +1,6 @@
-"""Gradients to the host: device slots, one copy a layer, accumulation over micro-batches, norms. These are taken on the
-device, gradient by gradient, while they are still there, and travel with them; so the global norm is known on the host when
-backward ends. Norms of a model that lives on the device whole travel then, and are waited for when they are read."""
+"""Offloads gradients to the host: device slots, one copy a layer, accumulation over micro-batches, norms. The norm of each
+gradient is taken while it is on the device, and copied with it, so that the global norm is known on the host when backward
+ends. If the whole model is on the device, norms are copied when backward ends, and waited for when they are read."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from megatrain_accelerate.transfer.parts import Fetched, Stepped, Streamed
 from megatrain_accelerate.transfer.streams import GradientSlot
 
 Copies = Sequence[tuple[torch.Tensor, ...]]
-"""Pairs of memory on the host, and what on the device is to be copied there."""
+"""Pairs of a host tensor and the device tensor that is to be copied there."""
 GRADIENT_SLOTS = 2
-"""Device buffers that hold one layer's gradients each: one is written while the other's are copied to the host."""
+"""Device buffers for one layer's gradients each: one is written while the other is copied to the host."""
 _STAGING_BUFFERS = 2
 
 
 class UnitStepper:
-    """Base class of what steps a model's parameters (the runtime's ``steppers``): the calls that the runtime makes. By default
-    one that runs within ``optimizer.step()``, on the host."""
+    """Base class of what steps a model's parameters (the runtime's ``steppers``), with what the runtime uses of it. By default
+    it steps within ``optimizer.step()``, on the host."""
 
     schedule = "serial"
     """When the arithmetic runs: after ``step()`` (``deferred``), in ``backward``, or within ``step()`` (``serial``)."""
 
     works_on_host = True
-    """Whether it needs the states of all units on the host."""
+    """Whether the states of all units must be on the host."""
 
     def layer_done(self, layer: Streamed, wait: Callable[[], None]) -> bool:
-        """A layer's gradients are on their way to the host, there when ``wait`` returns. Tells whether it is stepped now."""
+        """Called when a layer's gradients are in flight to the host, where ``wait`` awaits them. True if it is stepped now."""
         return False
 
 
 class GradientOffloader:
-    """Owner of the gradient slots, and of the way from a backward to ``parameter.grad`` on the host. Gradients leave through
-    slots: those of ``layers``, by their layouts, and of ``experts`` in ``parts``."""
+    """Owner of the gradient slots. Takes gradients from a backward to ``parameter.grad`` on the host. Those of ``layers``
+    (their layouts) and of ``parts`` of experts go through a slot as a whole. ``experts``: those of all experts of a layer."""
 
     def __init__(
         self,
@@ -65,49 +65,49 @@ class GradientOffloader:
     ) -> None:
         self.streams, self.worker, self.meter, self.norms, self.sums = meter.streams, worker, meter, norms, sums
         self.steppers: list[UnitStepper] = []
-        # Those that pass through the host do so unit by unit, since that is how they are stepped.
+        # A buffer for gradients that pass holds those of a whole unit, since units are stepped whole in backward.
         self._largest_unit = max(layout.gradient_bytes for layout in (*layers, *experts))
         self._largest = max(layout.gradient_bytes for layout in (*layers, *parts))
         self.slot_bytes, self.staging_bytes = GRADIENT_SLOTS * self._largest, _STAGING_BUFFERS * self._largest
-        """Of the slots, and of the buffers on the host in which gradients wait to be added to earlier ones, made or not."""
+        """Bytes of the slots, and of the host buffers where gradients wait to be added to earlier ones, allocated or not."""
         self._most_parameters = max(len(layout.trainable_entries) for layout in (*layers, *parts))
         self._passes = passes and self._largest > 0
         self.exchange = None if shared is None else Exchange(shared, meter.streams, layers)
-        """What makes gradients the means of several ranks'."""
+        """Makes the means of several ranks' gradients. None with one process."""
         self.slots: collections.deque[GradientSlot] = collections.deque()
-        """In the order in which they are next written."""
+        """In the order in which they are written next."""
         self.takes_gradients = False
         """Whether the run trains."""
         self._staging: HostBuffers | None = None
         self.last_copied_event = self.streams.event()
         """Complete when all gradients that were sent so far have arrived."""
         self.additions: dict[int, Future] = {}
-        """The worker's last addition to each unit's gradients, by ``id``."""
+        """The worker's last addition to each unit's gradients, by ``id`` of the unit."""
         self._in_flight: list[torch.Tensor] = []
         self.gradients_complete: Callable[[], bool] = lambda: True
-        """Whether this backward is the last before a step (Accelerate's gradient state); norms are needed only then."""
+        """Whether this backward is the last before a step (Accelerate's gradient state). Norms are needed only then."""
         self.passing: HostBuffers | None = None
-        """For gradients that are consumed in backward; made with the first :meth:`make_places`."""
+        """Buffers for gradients that are consumed in backward. Allocated by the first :meth:`make_places`."""
 
     @property
     def passes(self) -> bool:
-        """Whether gradients of layers are consumed in backward, and have no places of their own on the host."""
+        """Whether gradients of layers are consumed in backward, and have no host memory of their own."""
         return self._passes and self.takes_gradients
 
     @property
     def promised_bytes(self) -> int:
-        """Of :attr:`passing`, as long as it isn't made but needed; see :meth:`HostUnit.promise`."""
+        """Bytes of :attr:`passing` while it is needed and not yet allocated, see :meth:`HostUnit.promise`."""
         return PASSING_BUFFERS * self._largest_unit if self.passes and self.passing is None and self.slots else 0
 
     def make_places(self, units: Iterable[HostUnit]) -> None:
-        """Makes the host memory of these units' gradients as far as it is missing and they live there."""
+        """Allocates missing host memory for the gradients of those of these units that live on the host."""
         for unit in units:
             unit.allocate("gradients")
         if self.promised_bytes:
             self.passing = HostBuffers(PASSING_BUFFERS, self._largest_unit, self.meter)
 
     def allocate_slots(self, needed: bool = True) -> None:
-        """Gets ready for gradients. Slots are ``needed`` if any layer's leave the device; else they are given back."""
+        """Prepares for training. Slots are ``needed`` if any layer's gradients are offloaded. Otherwise they are freed."""
         self.takes_gradients = True
         if not needed:
             self.slots.clear()
@@ -117,14 +117,15 @@ class GradientOffloader:
     def begin(
         self, layer: Streamed, found: Container[int] | None = None, parts: int = 1, is_last: bool = True
     ) -> UnitGradients | None:
-        """What takes the gradients that one backward ``found`` (None: all), by place among a layer's trainable parameters.
-        None if nothing is trained. A StateError in a model prepared for evaluation only, an UnsupportedError for hooks."""
-        # One that was frozen since the forward takes no gradient.
+        """Returns what takes the gradients of one backward of a layer, or None if nothing is trained. ``found``: which of its
+        trainable parameters got one, by index (None: all). Raises a StateError if the model was prepared for evaluation only,
+        and an UnsupportedError for gradient hooks."""
+        # A parameter that was frozen since the forward takes no gradient.
         every = [row for row, state in enumerate(layer.trainable) if state.parameter.requires_grad]
         rows = [row for row in every if found is None or row in found]
         if self.exchange is not None:
             self.exchange.note_found((layer.trainable[row] for row in rows), among=layer.trainable)
-            rows = every  # zeros where only other ranks have something
+            rows = every  # zeros where only other ranks have a gradient
         if rows and not self.takes_gradients:
             raise StateError(
                 f"{layer.kind} {layer.name} got a gradient but the model was prepared for evaluation only; prepare it with "
@@ -133,7 +134,7 @@ class GradientOffloader:
         if not rows:
             return None
         if layer.unit.gradients is None:
-            self.make_places([layer.unit])  # where no forward of the whole model has
+            self.make_places([layer.unit])  # no forward of the whole model has done so
         taken = UnitGradients(self, layer, rows, parts, is_last)
         for state in taken.states:
             if state.parameter._backward_hooks or state.parameter._post_accumulate_grad_hooks:
@@ -148,33 +149,33 @@ class GradientOffloader:
         return sum(slot.buffer.numel() for slot in self.slots)
 
     def offload(self, layer: Streamed, found: dict[int, torch.Tensor]) -> None:
-        """Sends gradients, by place among a layer's trainable parameters, to ``parameter.grad``."""
+        """Brings gradients, by index among a layer's trainable parameters, to ``parameter.grad``."""
         taken = self.begin(layer, found)
         if taken is None:
             return
         if not layer.unit.is_on_device:
             taken.take(layer, [found.get(row) for row in taken.rows])
             return
-        # They stay where they are; their norms go to the host.
+        # The gradients of a layer on the device stay there. Only their norms are copied to the host.
         if self.exchange is not None:
             found |= {row: torch.zeros_like(layer.trainable[row].weight) for row in taken.rows if row not in found}
         gradients = of_their_own([found[row] for row in taken.rows])
         if self.exchange is not None:
             self.exchange.make_means(gradients, layer.name)
             if any(state.parameter.grad is not None for state in taken.states):
-                self.exchange.wait_for_means()  # they are added to what is there
+                self.exchange.wait_for_means()  # RAW: they are added to earlier ones
         for state, gradient in zip(taken.states, gradients, strict=True):
             self.sums.add(state, gradient)
         if self.gradients_complete() and self.exchange is None:
             self.send_from_device(layer.name, taken.states)
 
     def fetch(self, group: Stepped, states: Iterable[ParameterState]) -> None:
-        """Copies those of these gradients of a group that aren't on the host yet."""
+        """Copies a group's gradients to the host that aren't there yet. Of a unit on the device it copies norms only."""
         for state in states:
             parameter = state.parameter
             if state.row is None or parameter.grad is None or state.has_norm:
                 continue
-            # WAR: a step that is still to be applied reads the gradients of the pass before.
+            # WAR: a step that isn't applied yet reads the last gradients.
             self.meter.wait_for_step(group.name, group.gate)
             self.make_places([group.unit])
             copies = [] if state.gradient is None else [(state.gradient, parameter.grad)]
@@ -185,7 +186,7 @@ class GradientOffloader:
             self.send_from_device(group.name, [state], copies)
 
     def send_from_device(self, name: str, states: list[ParameterState], copies: Copies = ()) -> None:
-        """Sends the norms of the parameters' gradients, which stay on the device, to the host, and makes these copies."""
+        """Copies norms of gradients, which stay on the device, to the host, and makes the given ``copies`` besides."""
         if not states:
             return
         norms = torch.stack(self.sums.norms(states))
@@ -194,14 +195,14 @@ class GradientOffloader:
         ready_event = self.streams.event()
         ready_event.record(self.streams.compute_stream)
         self.send(name, ready_event, copies, self.norms.copies(states, norms))
-        # The allocator may hand out their memory again while the copies run.
+        # Kept alive: the allocator could hand out their memory while the copies run.
         self._in_flight += [norms, *(source for _, source in copies)]
         for state in states:
             assert state.parameter.grad is not None
             state.note_norm(state.parameter.grad)
 
     def send(self, name: str, ready_event: Any, copies: Copies, norms: Copies) -> Any:
-        """Issues copies of gradients and norms to the host, behind ``ready_event``; returns an event of their own."""
+        """Issues copies of gradients and norms to the host, behind ``ready_event``. Returns an event that follows them."""
         d2h_stream = self.streams.d2h_stream
         with self.streams.on(d2h_stream), named_range(f"megatrain::copy_gradients ({name})"):
             # RAW: gradients and norms must be finished.
@@ -216,14 +217,14 @@ class GradientOffloader:
         return self.last_copied_event
 
     def prepare_accumulation(self) -> HostBuffers | None:
-        """Makes staging buffers, which it returns, and fp32 sums, once. Raises a HostMemoryError if the sums don't fit."""
+        """Allocates fp32 sums and staging buffers once, returns the buffers. A HostMemoryError if the sums don't fit."""
         self.sums.prepare(0 if self._staging is not None else self.staging_bytes)
         if self._staging is None and self._largest:
             self._staging = HostBuffers(_STAGING_BUFFERS, self._largest, self.meter)
         return self._staging
 
     def wait(self) -> None:
-        """Blocks until every gradient is on the host and added up; raises if adding failed."""
+        """Blocks until every gradient is on the host and added up. Raises if an addition failed."""
         self.last_copied_event.synchronize()
         self._in_flight = []
         for future in self.additions.values():
@@ -237,16 +238,16 @@ class GradientOffloader:
 
 
 class UnitGradients:
-    """The gradients of one backward of a layer, or of its experts part by part, to the host. A parameter of experts has one
-    gradient, of which each part brings a range. Whether they are added to earlier ones is decided before the first part, and
-    ``parameter.grad`` shows them behind the last. A part's ranges lie apart on the host: they are one copy a parameter.
-    ``rows`` are those of the layer's trainable parameters that get one.
-    ``is_last``: no backward of an earlier piece of the same call follows."""
+    """Takes the gradients of one backward of a layer, or of its experts part by part, to the host. A parameter of experts has
+    one gradient, of which each part brings a range. Whether they are added to earlier ones is decided before the first part,
+    and ``parameter.grad`` shows them after the last. A part's ranges aren't adjacent on the host: each parameter is one copy.
+    ``rows``: indices of the layer's trainable parameters that get a gradient. ``is_last``: no backward of an earlier piece of
+    the same call follows."""
 
     def __init__(self, offloader: GradientOffloader, layer: Streamed, rows: list[int], parts: int, is_last: bool) -> None:
         self.rows, self._offloader, self._layer, self._is_last = rows, offloader, layer, is_last
         self.states = [layer.trainable[row] for row in rows]
-        # Nothing to add to: they go straight to their place, with norms. So do those that pass.
+        # With nothing to add to they are copied straight to the unit's gradients, with norms. So are those that pass.
         is_fresh = len(rows) == len(layer.trainable) and not [s for s in layer.trainable if s.parameter.grad is not None]
         self._is_fresh = is_fresh or offloader.passes
         self._left = parts
@@ -255,19 +256,19 @@ class UnitGradients:
         self._additions: list[Addition] = []
 
     def take(self, part: Fetched, gradients: Sequence[torch.Tensor | None] | None) -> None:
-        """Sends the gradients of the layer, or of a part of its experts, one for each of the rows. None where nothing flows,
-        or for a part without tokens: plain PyTorch's has zeros there."""
+        """Takes the gradients of the layer, or of a part of its experts: one for each row, None if it has none. ``gradients``
+        is None for a part without tokens, where plain PyTorch has zeros."""
         offloader, layout = self._offloader, part.unit.layout
         self._left -= 1
         if gradients is None and not self._is_fresh and offloader.exchange is None:
-            self._show(self._add_on_host(part, None))  # nobody else has something to add: zeros needn't travel
+            self._show(self._add_on_host(part, None))  # one process has no other's gradients to add: zeros needn't be copied
             return
-        # WAR: a step that is still to be applied reads the gradients of the pass before.
+        # WAR: a step that isn't applied yet reads the last gradients.
         offloader.meter.wait_for_step(part.name, part.gate)
         slot = offloader.slots[0]
         offloader.slots.rotate(-1)
         with named_range(f"megatrain::offload_gradients ({part.name})"):
-            # WAR: the copy of what used this slot last may still read it.
+            # WAR: the last copy from this slot may still read it.
             offloader.meter.compute_waits_for(slot.grads_copied_event, Cause.D2H)
             views = slot.views(layout)
             arrived = dict(zip(self.rows, gradients or [None] * len(self.rows), strict=True))
@@ -279,7 +280,7 @@ class UnitGradients:
                 self._take_norms(slot, views)
             slot.grads_ready_event.record(offloader.streams.compute_stream)
         if (exchange := offloader.exchange) is not None:
-            # This rank's share becomes the mean of all ranks'; of that the norms are taken.
+            # This rank's share becomes the mean over all ranks. Norms are taken of that mean.
             d2h_stream, whole = offloader.streams.d2h_stream, self._layer.unit.layout
             with offloader.streams.on(d2h_stream), named_range(f"megatrain::exchange_gradients ({part.name})"):
                 # RAW: the other ranks must see finished gradients.
@@ -290,8 +291,7 @@ class UnitGradients:
         self._show(self._copy_to_place(part, slot) if self._is_fresh else self._add_on_host(part, slot))
 
     def _take_norms(self, slot: GradientSlot, gradients: Sequence[torch.Tensor]) -> None:
-        """Puts the norms of these gradients, with those of the parts before, into the slot; not of those that are added to
-        others."""
+        """Writes the norms of these gradients and of the parts before to the slot, unless they are added to earlier ones."""
         if not self._is_fresh:
             return
         norms = slot.norms[: len(gradients)]
@@ -302,17 +302,17 @@ class UnitGradients:
             self._norms = norms.clone()
 
     def _show(self, wait: Callable[[], None]) -> None:
-        """Behind the last part ``parameter.grad`` is the host's view; steps in backward may begin. ``wait`` blocks until all
-        has arrived. A StateError if gradients pass and nobody takes them."""
+        """After the last part: sets ``parameter.grad`` to the host's view, and lets steps in backward begin. ``wait`` blocks
+        until all has arrived. Raises a StateError if gradients pass and nothing steps them."""
         if self._left:
             return
         offloader = self._offloader
-        # Fresh ones bring their norms; those of sums come with the last before a step.
+        # Fresh gradients come with norms. Those of sums are taken in the last backward before a step.
         has_norms = self._is_fresh or (self._is_last and offloader.gradients_complete())
         for state in self.states:
             gradient = state.parameter.grad
             if gradient is None:
-                # For one that passes stands a number that is none, in the memory of one element.
+                # One that passes is shown as not-a-number, in the memory of one element.
                 spec, own = state.entry.spec, state.gradient
                 gradient = torch.full((), torch.nan, dtype=spec.dtype).expand(spec.shape) if own is None else own
                 state.handle.set_gradient(gradient)
@@ -328,7 +328,7 @@ class UnitGradients:
                 raise not_stepped(self._layer)
 
     def _copy_to_place(self, part: Fetched, slot: GradientSlot) -> Any:
-        """Sends what the slot holds to its place; returns what blocks until it is there."""
+        """Issues the copy from the slot to the unit's gradients. Returns what blocks until they have arrived."""
         offloader, unit = self._offloader, self._layer.unit
         if self._target is None:
             if offloader.passing is not None:
@@ -336,7 +336,7 @@ class UnitGradients:
                     raise not_stepped(self._layer)
                 unit.gradients = offloader.passing.take(self._layer.gate)
             if (future := offloader.additions.pop(id(unit), None)) is not None:
-                future.wait()  # WAW: an addition to dropped ones may still be queued
+                future.wait()  # WAW: an addition to dropped gradients may be queued
             assert unit.gradients is not None
             self._target = unit.gradients
         own = part.unit.own_gradients
@@ -347,10 +347,10 @@ class UnitGradients:
         return slot.grads_copied_event.synchronize
 
     def _add_on_host(self, part: Fetched, slot: GradientSlot | None) -> Callable[[], None]:
-        """Adds what the slot holds, or zeros without one; returns what blocks until that is done."""
+        """Queues the addition of the slot's gradients (without a slot: zeros). Returns what blocks until it is done."""
         offloader, unit = self._offloader, self._layer.unit
-        buffers = offloader.prepare_accumulation()  # makes the memory of the sums
-        # RAW, WAW: what was sent in an earlier backward may still be on its way to where zeros are added.
+        buffers = offloader.prepare_accumulation()  # allocates the fp32 sums, too
+        # RAW, WAW: gradients of an earlier backward may still be in flight to where zeros are added.
         reader, copied_event = UpdateGate(), offloader.last_copied_event
         views: Sequence[torch.Tensor | None] = [None] * len(self._layer.trainable)
         if slot is not None:
@@ -365,7 +365,7 @@ class UnitGradients:
             self._additions = [Addition(s, s.parameter.grad, offloader.sums.running(s)) for s in self.states]
         for addition in () if self._left else self._additions:
             if addition.running is not None:
-                addition.state.handle.note_fp32_sum()  # of ``parameter.grad``, from now on
+                addition.state.handle.note_fp32_sum()  # ``parameter.grad`` is its bf16 half
         takes_norms = not self._left and self._is_last and offloader.gradients_complete()
 
         def add() -> None:

@@ -1,8 +1,8 @@
-"""Gradients that autograd itself accumulates in a layer's parameter, before it does. Those of a streamed weight come from
-outside its layer (a penalty, a regularisation of adapters), on the thread that called backward, while the GPU's thread issues
-copies into the same memory: they are set aside until backward is over and all copies have landed. A weight that doesn't stream
-(of a resident group, of a layer on the device) computes itself: its gradients stay where they are, and several are summed in
-fp32 (:mod:`.fp32_sums`)."""
+"""Intercepts gradients that autograd itself is about to accumulate in a parameter of the store. Those of a streamed weight
+come from outside its layer (a penalty, a regularisation of adapters), on the thread that called backward, while autograd's
+thread for the GPU issues copies into the same memory. They are set aside until backward is over and all copies have landed. A
+weight that doesn't stream (of a resident group, of a layer on the device) is a leaf itself: its gradients stay where they are,
+and several are summed in fp32 (:mod:`.fp32_sums`)."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from megatrain_accelerate.store.unit import HostUnit
 
 
 class _Stash(dict[int, tuple[ParameterState, torch.Tensor]]):
-    """The gradients of one backward, by the ``id`` of the parameter. Held by what autograd calls when that is over, and drops
-    where it has failed."""
+    """The gradients that were set aside in one backward, by the ``id`` of the parameter. The callback that autograd calls at
+    its end holds them. If the backward fails, autograd drops both."""
 
 
 class OutsideGradients:
-    """Takes such gradients before autograd does; those of a streamed weight are added when their backward is over."""
+    """Intercepts gradients of all trained parameters of ``units``. Those of streamed weights are added after backward."""
 
     def __init__(self, units: Iterable[HostUnit], offloader: GradientOffloader) -> None:
         self._offloader = offloader
         self._lock = threading.Lock()
         self._stashes: weakref.WeakValueDictionary[int, _Stash] = weakref.WeakValueDictionary()
-        """By the number of the backward."""
+        """By the number of the backward (autograd's graph task)."""
         self._watched: dict[int, list[Any]] = {}
         self.reached: set[int] = set()
-        """The ``id`` of each unit that ever got one: it can't be stepped within a backward."""
+        """``id`` of each unit whose gradients ever came from outside its layer: it can't be stepped in backward."""
         for unit in units:
             self._watch(unit)
 
@@ -47,13 +47,13 @@ class OutsideGradients:
             handle.remove()
         watched = self._watched[id(unit)] = []
         for state in (state for state in unit.states if state.entry.spec.trainable):
-            # Autograd's node that adds to ``parameter.grad``: there is one at a time, for as long as anybody holds it.
+            # The node that accumulates ``parameter.grad``: autograd has one at a time, as long as anybody holds it.
             is_trained = state.parameter.requires_grad
             with torch.inference_mode(False):
                 state.parameter.requires_grad_(True)
                 node = get_gradient_edge(state.parameter).node
                 state.parameter.requires_grad_(is_trained)
-            # On the device autograd's thread is the one that runs the layers.
+            # On the device one thread of autograd accumulates and runs the layers' backward: they can't race.
             sums = self._offloader.sums
             if unit.sums_device is not None or (unit.is_on_device and sums.holds_fresh):
                 hook = weakly(sums.stash_for, state)
@@ -64,21 +64,21 @@ class OutsideGradients:
             watched.append((node, node.register_prehook(hook)))
 
     def moved(self, unit: HostUnit) -> None:
-        """To be called when a unit has moved to or from the device: its weights' nodes are others then."""
+        """To be called when a unit has moved to or from the device: its parameters have other autograd nodes then."""
         if id(unit) in self._watched:
             self._watch(unit)
 
     def close(self) -> None:
-        """Autograd accumulates by itself again."""
+        """Removes the hooks, so that autograd accumulates by itself again."""
         for watched in self._watched.values():
             for _, handle in watched:
                 handle.remove()
         self._watched.clear()
 
     def _take(self, unit: HostUnit, state: ParameterState, arrived: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
-        """Before a weight's accumulation, by any thread of a backward. A StateError where gradients pass."""
+        """Sets a streamed weight's gradient aside, on any thread. A StateError if gradients pass, or with several ranks."""
         gradient = arrived[0]
-        if gradient is None or gradient.requires_grad:  # of ``create_graph``: autograd's
+        if gradient is None or gradient.requires_grad:  # with ``create_graph`` autograd keeps it
             return None
         if self._offloader.exchange is not None or self._offloader.passes:
             kept = "megatrain_config.host_gradients to 'kept' (2 bytes a parameter more)"

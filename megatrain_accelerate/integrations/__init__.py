@@ -1,1 +1,1 @@
-"""Hooks into Accelerate and Transformers; the only place that knows their internals."""
+"""Hooks into Accelerate, Transformers, PEFT and TRL."""

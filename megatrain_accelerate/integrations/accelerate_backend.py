@@ -1,4 +1,4 @@
-"""What a prepared model, optimizer and clipping mean to Accelerate while the plugin is active."""
+"""Accelerate's ``prepare``, clipping and ``free_memory`` while the plugin is active."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from megatrain_accelerate.store.parameter import ParameterState
 
 logger = logging.getLogger(__name__)
 
-# Attributes of an Accelerator: optimizers, by their ids, that are adopted as soon as their model is prepared, and modules.
+# Attributes of an Accelerator: optimizers, by id, whose model isn't prepared yet, and the modules of one ``prepare`` call.
 _WAITING = "_megatrain_waiting_optimizers"
 _TOGETHER = "_megatrain_prepared_together"
 
 
 def _engines(accelerator: Any) -> list[Engine]:
-    """Those of the models that it prepared."""
+    """The engines of the models that an Accelerator prepared."""
     return [engine for engine in map(engine_of, accelerator._models) if engine is not None]
 
 
 def require_servable(accelerator: Any) -> None:
-    """Raises ``ConfigError`` where there is no GPU and the CPU wasn't asked for, ``UnsupportedError`` for fp16, fp8, or
-    whole-model compilation: when an Accelerator is made, and when it prepares, since ``enable()`` may come later."""
+    """Raises ``ConfigError`` if there is no GPU and the CPU wasn't asked for, ``UnsupportedError`` for any third device, fp16,
+    fp8 or whole-model compilation: when an Accelerator is made, and when it prepares, since ``enable()`` may come later."""
     if accelerator.device.type not in ("cuda", "cpu"):
         raise UnsupportedError(
             f"megatrain streams to CUDA devices, not to {accelerator.device}; run on an NVIDIA GPU, or without megatrain"
         )
-    # The state knows only what it was made with, which may have been before the Accelerator.
+    # The state may have been made before the Accelerator, and knows only its own arguments.
     asked_for_cpu = getattr(accelerator.state, "_cpu", False) or parse_flag_from_env("ACCELERATE_USE_CPU")
     if accelerator.device.type == "cpu" and not asked_for_cpu:
         raise ConfigError(
@@ -63,7 +63,7 @@ def require_servable(accelerator: Any) -> None:
 
 
 def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Notes which modules are prepared in one call; see :func:`_is_beside`."""
+    """Notes which modules are prepared in one call, for :func:`_is_beside`."""
     accelerator.__dict__[_TOGETHER] = [item for item in args if isinstance(item, nn.Module)]
     try:
         return original(accelerator, *args, **kwargs)
@@ -72,8 +72,8 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
 
 
 def _is_beside(accelerator: Any, model: nn.Module, config: MegatrainConfig) -> bool:
-    """Whether a module (a head, a critic, a loss) is to be placed as usual, beside one that streams: it isn't a part of that,
-    and has no repeated layers, or is smaller than one layer of a model that is prepared with it or was before."""
+    """Whether a module (a head, a critic, a loss) is left to Accelerate beside a model that streams: they share no parameter,
+    and it has no repeated layers or is smaller than one layer of a model that is prepared with it or was before."""
     engines = _engines(accelerator)
     if any(engine.runtime.state_of(parameter) is not None for engine in engines for parameter in model.parameters()):
         return False
@@ -93,9 +93,9 @@ def prepare_model(
     evaluation_mode: bool = False,
 ) -> nn.Module:
     """Attaches the engine, then lets Accelerate do its bookkeeping and autocast, without placement and wrapping. A small
-    module beside a model that streams is Accelerate's alone. Raises as :func:`require_servable` does; ``UnsupportedError``
-    where the model can't stream, or an optimizer that steps another one holds trained parameters of it; ``HostMemoryError``
-    where it doesn't fit; ``ConfigError`` where the settings exclude the accumulation of gradients."""
+    module beside a model that streams is left to Accelerate. Raises as :func:`require_servable` does; ``UnsupportedError`` if
+    the model can't stream, or another model's optimizer holds trained parameters of it; ``HostMemoryError`` if it doesn't fit;
+    ``ConfigError`` if the settings exclude gradient accumulation."""
     require_servable(accelerator)
     config = config_for(arguments_of(accelerator))
     if engine_of(model) is None and _is_beside(accelerator, model, config):
@@ -107,7 +107,7 @@ def prepare_model(
 
 
 def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluation_mode: bool) -> Engine:
-    """The engine that a model needs, attached to it. Optimizers of engines that are closed for it wait to be adopted."""
+    """Attaches the engine that a model needs. Optimizers of engines that are closed for it wait to be adopted by it."""
     engine, bf16 = engine_of(model), accelerator.mixed_precision == "bf16"
     accumulation, arguments = accelerator.gradient_accumulation_steps, arguments_of(accelerator)
     left_behind: list[torch.optim.Optimizer] = []
@@ -143,13 +143,13 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
             freed_bytes=_moment_bytes([*left_behind, *earlier_optimizers], model),
         )
         if getattr(arguments, "use_vllm", False) and getattr(arguments, "vllm_enable_sleep_mode", False):
-            # TRL's vLLM in this process takes it by turns with the training; one that doesn't sleep has taken it already.
+            # TRL's vLLM in this process uses its share by turns with the training. One that never sleeps has taken it already.
             engine.device_plan.budget.reserved_share = float(arguments.vllm_gpu_memory_utilization)
-        # Not the Accelerator: it holds the model, and the model's engine would hold both for ever.
+        # The engine must not hold the Accelerator, which holds the model: both would live for ever.
         gradient_state = accelerator.gradient_state
         engine.runtime.offloader.gradients_complete = lambda: bool(gradient_state.sync_gradients)
         engine.prepare_anew = functools.partial(_attach_unfrozen, weakref.ref(accelerator))
-        if (ranks := engine.runtime.ranks) is not None:  # WAR: until all are here, one may still read weights of before
+        if (ranks := engine.runtime.ranks) is not None:  # WAR: another rank may still read the old weights
             accelerator.register_load_state_pre_hook(lambda *_: ranks.meet("accelerator.load_state()"))
         for earlier_model in earlier_models:
             refuse_calls(earlier_model)
@@ -165,7 +165,7 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
 
 
 def _moment_bytes(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> int:
-    """Bytes of host memory of the model's moments in these optimizers: they are let go as the new store takes them over."""
+    """Host bytes of the model's moments in these optimizers. They are freed as the new store takes them over."""
     own = {id(parameter) for parameter in model.parameters()}
     entries = [optimizer.state.get(p) or {} for optimizer in optimizers for p in parameters_of(optimizer) if id(p) in own]
     values = (value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor))
@@ -173,8 +173,8 @@ def _moment_bytes(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module)
 
 
 def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
-    """Gives a model in training an engine that trains what was unfrozen; the training goes on as it was. Raises ``StateError``
-    where the Accelerator is gone, ``HostMemoryError`` where what is trained now doesn't fit."""
+    """Replaces the engine of a model in training by one that trains what was unfrozen, and carries its state over. Raises
+    ``StateError`` if the Accelerator is gone, ``HostMemoryError`` if what is trained now doesn't fit."""
     found, before = accelerator(), engine_of(model)
     if found is None or before is None:
         raise StateError("parameters were unfrozen, and the Accelerator that prepared the model is gone; prepare it again")
@@ -190,10 +190,9 @@ def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
         state.handle.set_gradient(gradient.to(parameter.device))
     for driver in engine.optimizer_drivers:
         if isinstance(driver, FusedStep) and driver.optimizer in in_backward and not driver.steps_in_backward:
-            # As at the begin of a training: which layers' weights get gradients from elsewhere isn't known yet.
+            # As when a training begins: the first backward shows which layers' weights get gradients from outside them, too.
             driver.schedule, driver.then = "deferred", "backward"
     engine.expect_accumulation(before.device_plan.micro_batches)
-    # What the engine before counted and expects is this one's.
     engine.device_plan.expect_steps(*before.device_plan.expected)
     engine.runtime.meter.counters = before.runtime.meter.counters
 
@@ -201,8 +200,8 @@ def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
 def prepare_optimizer(
     original: Callable[..., Any], accelerator: Any, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
 ) -> Any:
-    """Makes the optimizer step on the host store of its model, now or when the model is prepared; one that was prepared before
-    only if its engine was closed or another optimizer took over since. Raises ``UnsupportedError`` where it holds trained
+    """Makes the optimizer step on the host store of its model, now or when the model is prepared. One that was prepared before
+    is adopted again if its engine was closed or another optimizer took over. Raises ``UnsupportedError`` if it holds trained
     parameters of two models that stream."""
     is_prepared = getattr(optimizer, "_is_accelerate_prepared", False)
     own = optimizer.optimizer if is_prepared and isinstance(optimizer, AcceleratedOptimizer) else optimizer
@@ -218,7 +217,7 @@ def _adopt_waiting(accelerator: Any) -> None:
     for optimizer in list(waiting.values()):
         was_driven = driver_of(optimizer) is not None
         for engine in _engines(accelerator):
-            # One whose model is only evaluated for now goes on when that is trained again.
+            # An optimizer whose model is only evaluated now waits until the model is trained again.
             if _holds_any_of(optimizer, engine) and (engine.training or not was_driven):
                 del waiting[id(optimizer)]
                 for model in accelerator.__dict__.get(_TOGETHER, []):
@@ -233,7 +232,7 @@ def _holds_any_of(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
 
 
 def _refuse_two_models(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raises where an optimizer of one model holds trained parameters of another one."""
+    """Raises ``UnsupportedError`` if this optimizer of another model holds trained parameters of ``model``."""
     own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if strangers := sum(id(parameter) in own for parameter in parameters_of(optimizer)):
         raise UnsupportedError(ANOTHER_MODELS.format(strangers))
@@ -247,7 +246,7 @@ def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
         schedule = "backward" if engine.config.passes_gradients else "deferred"
     ids = {id(parameter) for parameter in parameters_of(optimizer) if engine.runtime.trains(parameter)}
     engine.runtime.bring_states()
-    # First, since adopting sets the moments that they share.
+    # Before the adoption, which sets the moments that they share.
     for earlier in engine.optimizer_drivers:
         if earlier.parameter_ids & ids:
             earlier.retire(TAKEN_OVER, copies=earlier.optimizer is not optimizer)
@@ -256,7 +255,7 @@ def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
 
 
 def require_steps_after_backward(config: MegatrainConfig) -> None:
-    """Raises ``ConfigError`` where the settings want steps in backward, of several processes."""
+    """Raises ``ConfigError`` if the settings ask for steps in backward, which several processes can't take."""
     if config.step_schedule == "backward" or config.passes_gradients:
         raise ConfigError("step_schedule: backward and host_gradients: passing are for a single process; leave both out")
 
@@ -264,8 +263,8 @@ def require_steps_after_backward(config: MegatrainConfig) -> None:
 def require_steps_in_backward_possible(
     config: MegatrainConfig, accumulation: int, clips: bool = False, tries_again: bool = False
 ) -> None:
-    """Raises ``ConfigError`` where the settings want steps in backward and gradients are clipped; or, where gradients pass
-    (``host_gradients: passing``), accumulated, or a backward that failed is to be tried again."""
+    """Raises ``ConfigError`` if the settings ask for steps in backward and gradients are clipped. With ``host_gradients:
+    passing`` also if gradients are accumulated, or a backward that failed is to be tried again."""
     pieces = "(megatrain_config.micro_batch_size runs a large batch in pieces)"
     for is_asked, what in (
         (accumulation > 1, f"gradient_accumulation_steps is {accumulation}; set it to 1 {pieces}"),
@@ -285,15 +284,15 @@ def require_steps_in_backward_possible(
 
 
 def begin_training(engine: Engine, *, steps_in_backward: bool) -> None:
-    """Chooses the schedule of the steps where the settings leave the choice, and forgets a training that broke off. Without
-    ``steps_in_backward`` layers aren't stepped there: where gradients are clipped (their norm is known after backward only), a
-    step that fails is tried again with a smaller batch, or code of the user's runs between backward and step."""
+    """Chooses the step schedule if the settings leave the choice, and forgets a training that broke off. ``steps_in_backward``
+    says whether layers may be stepped in backward: not if gradients are clipped (their norm is known only after it), a failed
+    step is tried again with a smaller batch, or user code runs between backward and step."""
     engine.runtime.drain()
     for driver in engine.optimizer_drivers:
         if not isinstance(driver, FusedStep):
             continue
         if engine.config.step_schedule == "auto" and not engine.config.passes_gradients:
-            # The first backward shows which layers' weights get gradients from elsewhere too.
+            # The first backward shows which layers' weights get gradients from outside them, too.
             may = steps_in_backward and engine.runtime.ranks is None
             driver.schedule, driver.then = "deferred", "backward" if may else None
         if stepped := driver.forget_backward():
@@ -313,8 +312,8 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float = 2,
 ) -> Any:
-    """The gradients' global norm, known since backward; the clip factor is folded into the fused step. Gradients of modules
-    that don't stream count, and are scaled in place."""
+    """Returns the gradients' global norm, known since backward. The fused step applies the clip factor. Gradients of modules
+    that don't stream count, too, and are scaled in place."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     with unwatched():
         trained = [parameter for parameter in parameters if parameter.grad is not None]
@@ -329,7 +328,7 @@ def clip_grad_norm(
 
 
 def free_memory(original: Callable[..., Any], accelerator: Any, *objects: Any) -> Any:
-    """Forgets the models of this Accelerator, after their last steps are applied."""
+    """Applies the last steps of this Accelerator's models, and forgets the models."""
     for engine in _engines(accelerator):
         engine.drain()
     accelerator.__dict__.pop(_WAITING, None)
@@ -337,19 +336,19 @@ def free_memory(original: Callable[..., Any], accelerator: Any, *objects: Any) -
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[ParameterState]:
-    """The places of the parameters that an optimizer steps by itself: neither an adopted one, nor one that it calls."""
+    """The states of the parameters that an optimizer steps by itself. None if it is adopted, or called by an adopted one."""
     if hasattr(type(optimizer), "_megatrain_original_class"):
         return
     for engine in all_engines():
         for parameter in parameters_of(optimizer):
             state = engine.runtime.state_of(parameter)
-            # An adopted optimizer that isn't fused shows fp32 masters, to those that it calls too.
+            # In the step of an adopted unfused optimizer, parameters are fp32 masters, also for optimizers that it calls.
             if state is not None and parameter.dtype == state.weight.dtype:
                 yield state
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raises where weights would be stepped that are only the upper halves of their masters."""
+    """Raises ``UnsupportedError`` if the step would change weights that are only the upper halves of their masters."""
     if halves := sum(state.residual is not None for state in _stepped(optimizer)):
         raise UnsupportedError(
             f"this {type(optimizer).__name__} wasn't given to accelerator.prepare() and holds {halves} parameters of a "
@@ -362,7 +361,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         state.handle.mark_written()
 
 
-# They look at all optimizers' steps from now on. Writes of one that wasn't prepared are found by the weights' versions, but
-# for those of torch's fused kernels.
+# Called at the steps of all optimizers. Weights' versions show what an unprepared one writes, unless it runs torch's fused
+# kernels: hence the mark.
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)

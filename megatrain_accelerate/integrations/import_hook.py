@@ -1,5 +1,5 @@
-"""Runs the patches when their targets get imported: whichever library is imported first, and late too. Installed by ``import
-torch`` in every process, hence the standard library only, and next to free for other modules."""
+"""Applies the patches when their targets are imported, whichever library is first, or at once if they already are. ``import
+torch`` installs it in every process, hence the standard library only, and next to no cost for other modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _targets = frozenset(patch.module for patch in PATCHES)
 
 
 class PatchFinder:
-    """First on ``sys.meta_path``: lets the other finders find a target and patches it right after its execution."""
+    """First finder on ``sys.meta_path``: lets the others find a target, and patches the target right after its execution."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """The target's own spec with a loader that patches; None for any other module."""
@@ -31,13 +31,13 @@ class PatchFinder:
                 execute(module)
                 _apply_patches(module)
 
-            # On the instance: the loader keeps its class, which inspect, pkgutil and importlib.resources look at.
+            # Set on the instance: the loader keeps its class, which inspect, pkgutil and importlib.resources look at.
             loader.exec_module = exec_module
         return spec
 
 
 class _WatchedSpec(ModuleSpec):
-    """Class given to the spec of a module that is being imported: importlib marks the end of the import on it."""
+    """The class of the spec of a module during its import: importlib sets ``_initializing`` on it when that ends."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -48,7 +48,7 @@ class _WatchedSpec(ModuleSpec):
 
 
 def install() -> None:
-    """Installs the finder, once, and patches what is imported already; see :func:`_apply_patches`."""
+    """Installs the finder, once, and patches what is imported already. Raises as :func:`_apply_patches` does."""
     if is_installed() or is_disabled():
         return
     sys.meta_path.insert(0, PatchFinder())
@@ -65,8 +65,8 @@ def is_installed() -> bool:
 
 
 def _apply_patches(module: ModuleType) -> None:
-    """Raises ``PatchError`` where the plugin is active and a patch can't be applied."""
-    # Not before there is a target: processes that only import torch do without.
+    """Applies a module's patches. Raises ``PatchError`` if the plugin is active and a patch can't be applied."""
+    # Imported here, since processes that only import torch don't need it.
     from megatrain_accelerate.integrations.wrapping import apply, ensure_ready
 
     for patch in PATCHES:

@@ -1,7 +1,7 @@
-"""The micro-batches of an optimizer step as one batch, so that a layer is fetched once for all of them. The Trainer fetches
-all micro-batches of a step before it runs the first. Where the joined batch's loss is the sum of theirs, the last one's
+"""Runs the micro-batches of an optimizer step as one batch, so that a layer is fetched once for all of them. The Trainer
+fetches all micro-batches of a step before it runs the first. If the joined batch's loss is the sum of theirs, the last one's
 ``training_step`` runs all, in pieces of one micro-batch inside each layer (``micro_batch_size``), and the others return a loss
-of zero: the Trainer and its callbacks still see the micro-batches, their number and the sum of the losses."""
+of zero. So the Trainer and its callbacks still see the micro-batches, their number and the sum of the losses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatrain_accelerate.plan.fake_step import what_sees_a_batch
 logger = logging.getLogger(__name__)
 
 _joiners: weakref.WeakKeyDictionary[nn.Module, Joiner] = weakref.WeakKeyDictionary()
-"""Of the training in progress, or the last one, of each model."""
+"""For each model, the joiner of its training in progress, or of its last one."""
 
 _Batch = dict[str, torch.Tensor]
 
@@ -34,8 +34,8 @@ class CannotJoinError(Exception):
 
 
 def join(micro_batches: Sequence[Any]) -> tuple[_Batch, int]:
-    """Joins mappings of names to tensors of shape (samples, ...) along dimension 0, in order; with the samples of the largest.
-    Raises ``CannotJoinError`` where they differ in more than the number of samples, or hold something else."""
+    """Concatenates mappings of names to tensors (samples, ...) along dimension 0, and returns also the samples of the largest.
+    Raises ``CannotJoinError`` if they differ in more than the number of samples, or hold something else."""
     first = micro_batches[0]
     for batch in micro_batches:
         if not isinstance(batch, Mapping):
@@ -43,7 +43,7 @@ def join(micro_batches: Sequence[Any]) -> tuple[_Batch, int]:
         if batch.keys() != first.keys():
             raise CannotJoinError(f"micro-batches hold different things ({sorted(first)} and {sorted(batch)})")
         for name, value in batch.items():
-            # Positions of multimodal models have their three axes in front.
+            # position_ids of multimodal models have their three axes as dimension 0.
             if not isinstance(value, torch.Tensor) or value.dim() == 0 or (name == "position_ids" and value.dim() != 2):
                 raise CannotJoinError(f"{name} isn't a tensor with one row for each sample")
         if len({len(tensor) for tensor in batch.values()}) != 1:
@@ -60,7 +60,7 @@ def join(micro_batches: Sequence[Any]) -> tuple[_Batch, int]:
 
 
 def _require_exact(trainer: Any, model: nn.Module, num_items: torch.Tensor | int | None) -> None:
-    """Raises ``CannotJoinError`` for what may make the joined batch's loss another number than the micro-batches' sum."""
+    """Raises ``CannotJoinError`` if the joined batch's loss might differ from the sum of the micro-batches' losses."""
     if trainer.compute_loss_func is not None:
         raise CannotJoinError("compute_loss_func may compare the tokens of a micro-batch with each other")
     if num_items is None:
@@ -83,16 +83,16 @@ def _model_inputs(trainer: Any, batch: Any, num_items: Any) -> dict[str, Any]:
 
 
 class Joiner:
-    """Joins the micro-batches of one training's steps, until a reason turns up not to; from then on they run one by one, in a
-    training that is resumed too: the plan is made for one of the two ways, and dropout draws other numbers in each."""
+    """Joins the micro-batches of one training's steps until there is a reason not to. From then on they run one by one, also
+    when the training is resumed: a plan is made for one of the two ways, and dropout draws other numbers in each."""
 
     def __init__(self, training: Any, is_asked_for: bool) -> None:
         self.training = training
-        """The Trainer's state, another object for each training; checkpoints hold it."""
+        """The Trainer's state, a new object for each training. Checkpoints save it."""
         self._is_asked_for = is_asked_for
-        """Join wherever it is exact; else where the plan predicts that it pays."""
+        """Whether to join wherever it is exact (``true``), or only where the plan predicts that it pays (``auto``)."""
         self.joined_elements = 0
-        """Of the largest batch that was joined so far."""
+        """Elements of the largest batch that was joined so far."""
         before = choices_of(training).get("joining") or {}
         fresh = {"is_asked_for": is_asked_for, "joined_elements": 0, "apart_because": None}
         self._decision: dict[str, Any] = fresh | (before if before.get("is_asked_for") == is_asked_for else {})
@@ -109,7 +109,7 @@ class Joiner:
     def training_step(
         self, original: Callable[..., Any], trainer: Any, engine: Engine, model: nn.Module, inputs: Any, num_items: Any
     ) -> torch.Tensor:
-        """``Trainer.training_step`` on the next micro-batch: nothing for all but the last if they are joined."""
+        """``Trainer.training_step`` on the next micro-batch. If they are joined, all but the last run nothing."""
         place, count = self._next, len(self._micro_batches)
         if place >= count or self._micro_batches[place] is not inputs:  # not the Trainer's own loop
             return original(trainer, model, inputs, num_items)
@@ -153,7 +153,7 @@ class Joiner:
         self._decision["apart_because"] = reason
 
     def _weigh(self, trainer: Any, engine: Engine, model: nn.Module, joined: _Batch, samples: int, num_items: Any) -> None:
-        """Raises ``CannotJoinError`` for a batch larger than all before that can't be cut, or that the plan is against."""
+        """Raises ``CannotJoinError`` if a batch larger than all before can't be cut or summed, or doesn't pay by the plan."""
         elements = sum(tensor.numel() for tensor in joined.values())
         if elements <= self.joined_elements:
             return
@@ -170,7 +170,7 @@ class Joiner:
                     together = plan.search_for(step_profile).best()
         except UnsupportedError as error:
             raise CannotJoinError(f"a joined batch can't be cut into its micro-batches ({error})") from error
-        except Exception as error:  # a model that looks at its data can't be run without any
+        except Exception as error:  # a model that reads its data can't do a fake run
             raise CannotJoinError(f"a step can't be predicted for this model ({error})") from error
         if not is_sum:
             raise CannotJoinError("the loss isn't transformers' own sum over tokens divided by num_items_in_batch")
@@ -192,11 +192,11 @@ class Joiner:
 
 
 def _joiner_of(trainer: Any, engine: Engine | None) -> Joiner | None:
-    """That of the training in progress; None where nothing is to be joined."""
+    """The joiner of the training in progress, or None if nothing is to be joined."""
     if engine is None or not engine.config.join_micro_batches or trainer.args.gradient_accumulation_steps < 2:
         return None
     if engine.runtime.ranks is not None:
-        return None  # each rank would decide for itself, and they have to run as many backwards
+        return None  # each rank would decide by itself, but all must run as many backwards
     joiner = _joiners.get(trainer.model)
     if joiner is None or joiner.training is not trainer.state:
         if joiner is not None and joiner.joined_elements:
@@ -216,7 +216,7 @@ def get_batch_samples(original: Callable[..., Any], trainer: Any, *args: Any, **
 def training_step(
     original: Callable[..., torch.Tensor], trainer: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
 ) -> torch.Tensor:
-    """Runs a micro-batch, or all of a step's with the last."""
+    """Runs a micro-batch or, with the last of a step, all of them."""
     engine = engine_of(trainer.model)
     if engine is not None and engine.adopt_unfrozen(trainer.model):
         engine = engine_of(trainer.model)

@@ -1,4 +1,4 @@
-"""What ``accelerate launch`` does for the plugin: reads the yaml and the flags, checks them, sets the environment."""
+"""The plugin's part of ``accelerate launch``: reads the yaml and the flags, checks them, sets the environment."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ TYPE = "MEGATRAIN"
 SECTION = "megatrain_config"
 
 _exported: dict[str, str] = {}
-"""Variables that this launcher set; a later launch in the same process starts without them."""
+"""Environment variables that this launcher set. A later launch in the same process starts without them."""
 
 
 class YamlSection(NamedTuple):
-    """What an accelerate config says about us. Accelerate would spread a dict over its arguments."""
+    """What an accelerate config says about us. Not a dict, which Accelerate would spread over its arguments."""
 
     settings: dict[str, Any] | None
     """The section's content as written, or None where there is none."""
@@ -35,7 +35,7 @@ class YamlSection(NamedTuple):
 
 
 FIELDS = {SECTION: (YamlSection | None, dataclasses.field(default=None))}
-"""Of accelerate's ``ClusterConfig``."""
+"""Fields for accelerate's ``ClusterConfig``."""
 
 
 def _section_of(config_dict: Mapping[str, Any]) -> YamlSection | None:
@@ -59,19 +59,19 @@ def _section_of(config_dict: Mapping[str, Any]) -> YamlSection | None:
 
 
 def process_config(original: Callable[..., dict[str, Any]], config_dict: dict[str, Any]) -> dict[str, Any]:
-    """Translates a loaded accelerate config into one that stock accelerate accepts, and a :class:`YamlSection`. Raises
-    ``ConfigError`` where the section has an unknown key or a value out of range, or it or the type is misspelt."""
+    """Translates a loaded accelerate config into one that stock accelerate accepts, with a :class:`YamlSection`. Raises
+    ``ConfigError`` if the section has an unknown key or a value out of range, or its name or the type is misspelt."""
     if (section := _section_of(config_dict)) is not None:
         config_dict = {**config_dict, SECTION: section}
         if section.typed or "distributed_type" not in config_dict:
             config_dict.setdefault("num_processes", 1)
-            # The world shall see a type that it knows: with one of our own, gather() returns the local tensor only.
+            # Accelerate must see a type that it knows: with one of our own, gather() returns the local tensor only.
             config_dict["distributed_type"] = "NO"
     return original(config_dict)
 
 
 def to_dict(original: Callable[..., dict[str, Any]], config: Any) -> dict[str, Any]:
-    """Puts section and type back into what accelerate writes to a file."""
+    """Puts the section and the type back into what accelerate writes to a file."""
     result = original(config)
     if (section := getattr(config, SECTION, None)) is not None:
         result.pop(SECTION, None)
@@ -83,7 +83,7 @@ def to_dict(original: Callable[..., dict[str, Any]], config: Any) -> dict[str, A
 
 
 def add_argument(original: Callable[..., Any], parser: Any, *names: str, **options: Any) -> Any:
-    """Adds the alias and the flags where the launcher adds its own."""
+    """Adds ``--config``, ``--megatrain`` and ``--megatrain_config`` where the launcher adds its own options."""
     if "--config_file" in names and "--config" not in parser._option_string_actions:
         names = (*names, "--config")
         options.setdefault("dest", "config_file")
@@ -94,7 +94,7 @@ def add_argument(original: Callable[..., Any], parser: Any, *names: str, **optio
 
 
 def parse_args(original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any) -> Any:
-    """Reads the settings as soon as the command is parsed. What is wrong with them ends it as argparse's own errors do."""
+    """Reads the settings right after the command line is parsed, and reports errors in them as argparse does its own."""
     arguments = original(parser, *args, **kwargs)
     if hasattr(arguments, "training_script"):
         try:
@@ -105,7 +105,7 @@ def parse_args(original: Callable[..., Any], parser: Any, *args: Any, **kwargs: 
 
 
 def _prepare_launch(arguments: Any) -> None:
-    """Checks the settings before anything is started, and exports them to the processes."""
+    """Checks the settings before anything is started, and exports them to the training processes."""
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 
     withdraw_exports()
@@ -121,26 +121,26 @@ def _prepare_launch(arguments: Any) -> None:
     config = MegatrainConfig.from_mapping(getattr(section, "settings", None), read_settings(flag_settings))
     _refuse_unsupported(arguments, written, file)
     sys.excepthook = _report
-    # accelerate copies sections of the yaml over arguments that are None.
+    # Accelerate copies sections of the yaml over arguments that are None.
     arguments.megatrain = True
     if arguments.num_processes is None and written is None and not arguments.multi_gpu:
         arguments.num_processes = 1  # Accelerate would start a process for each GPU.
     _exported.update({ENV_ACTIVE: "1", ENV_CONFIG: json.dumps(dataclasses.asdict(config))})
     processes = _count(arguments, written, "num_processes")
     if processes > 1:
-        # accelerate starts several processes only for what it takes for several GPUs.
+        # Accelerate starts several processes only if it believes that there are several GPUs.
         if arguments.cpu or getattr(arguments, "use_cpu", False) or getattr(written, "use_cpu", False):
             _exported["ACCELERATE_USE_CPU"] = "true"
             arguments.cpu = False
         arguments.multi_gpu = True
     if "OMP_NUM_THREADS" not in os.environ and arguments.num_cpu_threads_per_process is None:
-        # Accelerate exports 1, fatal for work on the host.
+        # Accelerate would export 1, with which the host's work takes far too long.
         _exported["OMP_NUM_THREADS"] = str(max(1, usable_cpu_count() // processes))
     os.environ.update(_exported)
 
 
 def withdraw_exports() -> None:
-    """Takes back what was set in the environment for the training process."""
+    """Removes from the environment what was set for the training process."""
     for name, value in _exported.items():
         if os.environ.get(name) == value:
             del os.environ[name]
@@ -151,7 +151,7 @@ def _refuse_unsupported(arguments: Any, written: Any, file: str | None) -> None:
     for name in ("use_deepspeed", "use_fsdp", "use_megatron_lm", "tpu"):
         if getattr(arguments, name, False):
             raise ConfigError(f"--{name} and megatrain both decide where the model lives; remove one of the two")
-    # Of an unquoted NO yaml makes false.
+    # yaml reads an unquoted NO as false.
     kind = getattr(getattr(written, "distributed_type", None), "value", "NO")
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         raise ConfigError(
@@ -165,14 +165,14 @@ def _refuse_unsupported(arguments: Any, written: Any, file: str | None) -> None:
 
 
 def _count(arguments: Any, written: Any, name: str) -> int:
-    """A number of the command line, else of the yaml; 1 where neither has it."""
+    """A number from the command line, else from the yaml, else 1."""
     given = getattr(arguments, name)
     count = getattr(written, name, None) if given is None else given
     return count if isinstance(count, int) else 1
 
 
 def _report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """The launcher's ``sys.excepthook``: what the training process printed of its failure stays the last that is read."""
+    """The launcher's ``sys.excepthook``: one line, so that the training process's own last words stay in sight."""
     if not isinstance(error, subprocess.CalledProcessError):
         sys.__excepthook__(kind, error, traceback)
     elif error.returncode < 0:

@@ -1,5 +1,5 @@
-"""Everything of Accelerate, Transformers, PEFT and TRL that is patched: what, why, where it was tested, when it can go. Every
-process that imports torch imports it: strings only, of which :mod:`.wrapping` imports a replacement at its first call."""
+"""All that is patched in Accelerate, Transformers, PEFT and TRL: what, why, where it was tested, when it can go. Imported in
+every process that imports torch, hence only strings: :mod:`.wrapping` imports a replacement at its first call."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ TESTED_VERSIONS = {
     "peft": "0.13.2 to 0.21.2",
     "trl": "1.16.0",
 }
-"""By package, under which the tests of the patches passed: accelerate 0.34.0, 0.34.2, 1.2.1, 1.10.1, 1.12.0 and 1.15.0 with
+"""The versions with which the patches' tests passed: accelerate 0.34.0, 0.34.2, 1.2.1, 1.10.1, 1.12.0 and 1.15.0 with
 transformers 4.46.1, 4.46.3, 4.51.3, 4.57.6, 5.0.0, 5.17.0 and 5.23.0; of peft the first and the last."""
 
 
 class Patch(NamedTuple):
     target: str
-    """``module:Class.name``, a method or a property."""
+    """``module:Class.name`` of a method or a property."""
     replacement: str
     """``module:function(names)``: a function of integrations/, or of ``folder.module``, that is called instead, with the
-    original first, and the parameters that the original must have. Of an ``__init__``: that is called after it, with
-    what was made. ``module:FIELDS``: fields of a dataclass."""
+    original as first argument, and names of parameters that the original must have. For an ``__init__`` it is called
+    afterwards, with the new object. ``module:FIELDS``: fields to add to a dataclass."""
 
     @property
     def module(self) -> str:
@@ -51,7 +51,7 @@ PATCHES = (
     # `accelerate config update` would delete the section and the type.
     Patch("accelerate.commands.config.config_args:BaseConfig.to_dict", "launcher:to_dict()"),
     # --- Until Accelerate lets an installed package add its own way of distributing a model.
-    # Checks the device, precision and number of processes as soon as they are known.
+    # Checks the device, the precision and that nothing is compiled as a whole as soon as they are known.
     Patch(f"{_ACCELERATOR}.__init__", "accelerate_backend:require_servable(self)"),
     # A small module that is prepared together with a model that streams is placed as usual, whichever comes first.
     Patch(f"{_ACCELERATOR}.prepare", "accelerate_backend:prepare(self, args)"),
@@ -61,11 +61,11 @@ PATCHES = (
     Patch(f"{_ACCELERATOR}.prepare_optimizer", "accelerate_backend:prepare_optimizer(self, optimizer, device_placement)"),
     # The norm is known already; the clip factor is folded into the fused step.
     Patch(f"{_ACCELERATOR}.clip_grad_norm_", "accelerate_backend:clip_grad_norm(self, parameters, max_norm, norm_type)"),
-    # The engines hold host memory and unapplied steps.
+    # Steps of the models that it forgets may not be applied yet.
     Patch(f"{_ACCELERATOR}.free_memory", "accelerate_backend:free_memory(self, objects)"),
     # The Trainer's own arguments decide whether what its Accelerator prepares is streamed.
     Patch(f"{_TRAINER}.create_accelerator_and_postprocess", "wrapping:create_accelerator(self)"),
-    # The Trainer would move the whole model to the GPU, wherever it does so.
+    # The Trainer would move the whole model to the GPU, in several places.
     Patch(f"{_TRAINER}._move_model_to_device", "trainer:move_model_to_device(self, model, device)"),
     # --- Until Transformers lets an installed package add training arguments.
     # The fields `megatrain` and `megatrain_config`, for every script with TrainingArguments or a subclass.
@@ -94,13 +94,13 @@ PATCHES = (
         f"{_TRAINER}._load_optimizer_and_scheduler", "checkpoint.checkpoints:load_optimizer_and_scheduler(self, checkpoint)"
     ),
     # --- Until Transformers tells callbacks of a step's micro-batches.
-    # The one place where all micro-batches of an optimizer step are together; nothing is changed in them.
+    # The one place where all micro-batches of an optimizer step are together. They aren't changed.
     Patch(f"{_TRAINER}.get_batch_samples", "joined_batches:get_batch_samples(self, epoch_iterator, num_batches)"),
     # --- Until the Trainer lets a plugin run a step's micro-batches together.
     # Runs the micro-batches of a step as one batch, so that a layer is fetched once for all of them.
     Patch(f"{_TRAINER}.training_step", "joined_batches:training_step(self, model, inputs, num_items_in_batch)"),
     # --- Until Transformers lets a callback add to the logs what isn't printed.
-    # These print all that the trackers get, forty figures of the engine among it; they get three of them.
+    # These callbacks print all that trackers get, also forty figures of the engine. They are given three of those.
     Patch("transformers.trainer_callback:ProgressCallback.on_log", "telemetry:on_log(self, state, logs)"),
     Patch("transformers.trainer_callback:PrinterCallback.on_log", "telemetry:on_log(self, state, logs)"),
     Patch("trl.trainer.callbacks:RichProgressCallback.on_log", "telemetry:on_log(self, state, logs)"),
@@ -114,20 +114,20 @@ PATCHES = (
     # Drops `device_map` with a warning: TRL sets it to auto, which fills the GPU.
     Patch("transformers.modeling_utils:PreTrainedModel.from_pretrained", "trainer:from_pretrained(cls, kwargs)"),
     # --- Until torch tells of reads and writes through parameter.data, or the caller writes to the parameter itself.
-    # Takes the model apart by parameter.data: the engine gives the model back before, with all steps applied.
+    # Takes the model apart through parameter.data: the engine gives the model back first, with all steps applied.
     Patch(f"{_TUNER}.merge_and_unload", "shared_parts:leave_then(self)"),
     Patch(f"{_TUNER}.unload", "shared_parts:leave_then(self)"),
-    # Reads and writes parameter.data: steps must be applied before, and what was written be streamed after.
+    # Reads and writes parameter.data: steps must be applied before it, and its writes taken over after it.
     Patch(f"{_TUNER}.merge_adapter", "shared_parts:write_through(self)"),
     Patch(f"{_TUNER}.unmerge_adapter", "shared_parts:write_through(self)"),
     Patch(
         "trl.trainer.callbacks:SyncRefModelCallback.sync_target_model",
         "shared_parts:sync_target_model(model, target_model, alpha)",
     ),
-    # Unmerges what is merged, by parameter.data.
+    # Unmerges merged adapters through parameter.data.
     Patch(f"{_TUNER}.set_adapter", "shared_parts:unmerge_first(self)"),
-    # --- Until PEFT unmerges before.
-    # Unmerges what is merged when a layer runs next, when its weights are a slot's.
+    # --- Until PEFT unmerges at this call.
+    # Unmerges merged adapters when a layer next runs, when its weights are in a slot.
     Patch(f"{_TUNER}.disable_adapter_layers", "shared_parts:unmerge_first(self)"),
 )
-"""Above each one, why a hook, a subclass or a setting won't do; above each group, when it can go."""
+"""The comment above each patch says why a hook, a subclass or a setting won't do; that above each group, when it can go."""

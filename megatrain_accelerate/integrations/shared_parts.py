@@ -1,6 +1,6 @@
-"""Who else holds a prepared model's parameters: a model around it or inside of it, PEFT, TRL. A parameter has one place in one
-host store: a model that is prepared adopts what another's engine had. PEFT and TRL read and write ``parameter.data``, which
-shows neither that a step is still to be applied nor that somebody wrote."""
+"""Who else holds a prepared model's parameters: a model around it or inside of it, PEFT, TRL. A trained parameter is in one
+host store only, so a model that is prepared takes over what another one's engine had. PEFT and TRL read and write
+``parameter.data``, which neither waits for pending steps nor shows that somebody wrote."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def refuse_calls(earlier: nn.Module) -> None:
-    """Lets calls of a model raise while others have a part of it and don't run the whole."""
+    """Makes calls of a model raise ``StateError`` while another prepared model has a part of it but not all of its modules."""
     if new_holder(earlier) is None:
         return
 
@@ -41,9 +41,9 @@ def refuse_calls(earlier: nn.Module) -> None:
 
 
 def take_over(model: nn.Module, config: MegatrainConfig) -> tuple[list[nn.Module], list[torch.optim.Optimizer], bool]:
-    """Closes the engines of all other models that stream layers of this one, or train parameters with it; frozen parameters
-    alone (a teacher's embedding) may lie in both stores. Returns those models, their optimizers, and whether one of the
-    engines was made for training. An ``UnsupportedError``, with nothing closed, where the model has no layers that could
+    """Closes the engines of all other models that stream layers of this one or share trained parameters with it. Frozen
+    parameters (a teacher's embedding) may be in both stores. Returns those models, their optimizers, and whether one of the
+    engines was made for training. Raises ``UnsupportedError``, with nothing closed, if this model has no layers that could
     stream."""
     sharing = [engine for engine in all_engines() if _conflicts(model, engine)]
     models = [other for other, engine in prepared_models() if engine in sharing]
@@ -57,12 +57,12 @@ def take_over(model: nn.Module, config: MegatrainConfig) -> tuple[list[nn.Module
 
 
 def engines_with(part: nn.Module) -> list[Engine]:
-    """The engines of the prepared models that ``part`` is a module of, or is."""
+    """The engines of the prepared models that are ``part`` or contain it."""
     return [engine for model, engine in prepared_models() if any(module is part for module in model.modules())]
 
 
 def new_holder(model: nn.Module) -> tuple[nn.Module, Engine] | None:
-    """A prepared model that holds parameters of this one, of which not all modules are its own; None if there is none."""
+    """A prepared model, and its engine, that has parameters of this one but not all of its modules; None if there is none."""
     if engine_of(model) is not None:
         return None
     owners = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
@@ -81,8 +81,8 @@ def _conflicts(model: nn.Module, engine: Engine) -> bool:
 
 
 def leave_then(original: Callable[..., Any], tuner: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """``merge_and_unload`` and ``unload``: takes the model apart, so the engine gives it back first, with all steps applied:
-    in ordinary host memory, adapters as exact as their masters."""
+    """PEFT's ``merge_and_unload`` and ``unload`` take the model apart. The engine gives it back first, with all steps applied,
+    in ordinary host memory, and with adapters as exact as their masters."""
     for engine in engines_with(tuner):
         logger.info("megatrain: the model isn't streamed any more, since its adapters are unloaded")
         engine.close()
@@ -90,7 +90,7 @@ def leave_then(original: Callable[..., Any], tuner: nn.Module, *args: Any, **kwa
 
 
 def write_through(original: Callable[..., Any], tuner: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """``merge_adapter`` and ``unmerge_adapter``: the base's weights are read after the last step, and streamed as written."""
+    """PEFT's ``merge_adapter`` and ``unmerge_adapter``: applies steps before, and takes over written base weights after."""
     engines = engines_with(tuner)
     for engine in engines:
         engine.drain()
@@ -105,15 +105,15 @@ def write_through(original: Callable[..., Any], tuner: nn.Module, *args: Any, **
 
 
 def unmerge_first(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    """``set_adapter`` and ``disable_adapter_layers``: adapters that are merged are unmerged now. PEFT does so by itself, but
-    when a layer runs next; what that writes to is the layer's slot here."""
+    """PEFT's ``set_adapter`` and ``disable_adapter_layers``: unmerges merged adapters first. PEFT does so by itself, but only
+    when a layer next runs, and would write to the layer's slot."""
     if engines_with(tuner) and any(getattr(module, "merged", False) for module in tuner.modules()):
         tuner.unmerge_adapter()
     return original(tuner, *args, **kwargs)
 
 
 def sync_target_model(original: Callable[..., Any], model: nn.Module, target_model: nn.Module, alpha: float) -> None:
-    """TRL's reference follows the policy: ``(1 - alpha) * target + alpha * model``, in fp32."""
+    """TRL's update of a reference model by the policy, in fp32: ``(1 - alpha) * target + alpha * model``."""
     engines = [engine for engine in (engine_of(model), engine_of(target_model)) if engine is not None]
     for engine in engines:
         engine.drain()

@@ -1,6 +1,6 @@
-"""What the engine did: numbers under ``megatrain/`` in the Trainer's logs, and one step's trace. The Trainer and Accelerate's
-bare loops are traced alike, by a hook of the optimizer's steps. torch's profiler doesn't follow the step worker's thread: its
-spans are noted by the host's clock."""
+"""The engine's figures under ``megatrain/`` in the Trainer's logs, and the trace of one step. A hook on the optimizer's steps
+traces the Trainer and bare loops of Accelerate alike. torch's profiler doesn't follow the step worker's thread, whose spans
+are therefore timed by the host's clock."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from megatrain_accelerate.transfer.meter import Cause, Counters
 from megatrain_accelerate.units import GB, GIB
 
 PREFIX = "megatrain/"
-"""Begins the engine's entries in the Trainer's logs."""
+"""The prefix of the engine's entries in the Trainer's logs."""
 
 _SHOWN = {"tokens_per_second": "tokens_per_second", "gpu_peak_gib": "gpu_gib", "host_peak_gib": "host_gib"}
-"""Maps an entry to its name on the console."""
+"""The entries that are printed on the console, with their names there."""
 _SETTLED_STEPS = 10
-"""So many steps in a row, none of them with a plan, are bound by the same resource before that is said."""
+"""What bounds a step is said once it has been the same for so many steps in a row, none of them with planning."""
 
 
 def is_training_log(logs: Mapping[str, Any]) -> bool:
-    """Whether a log entry has a training loss: it isn't of an evaluation or of the training's end."""
+    """Whether a log entry has a training loss, and isn't one of an evaluation or of the training's end."""
     names = list(_names(logs))
     is_of_else = any(name.startswith(("eval", "test")) or name.endswith("_runtime") for name in names)
     return not is_of_else and any(name.endswith("loss") for name in names)
@@ -52,25 +52,25 @@ def _names(logs: Mapping[str, Any]) -> Iterator[str]:
 
 
 def counters_of(engine: Engine) -> Counters:
-    """A copy of an engine's counters, with all timing events that are over."""
+    """A copy of an engine's counters, in which all timing events that are over are counted."""
     engine.runtime.meter.harvest()
     return dataclasses.replace(engine.runtime.meter.counters)
 
 
 def difference(now: Counters, before: Counters) -> Counters:
-    """What was counted between two states of the counters."""
+    """The counts between two states of the counters."""
     return Counters(**{name: count - getattr(before, name) for name, count in vars(now).items()})
 
 
 def wait_ms_by_cause(counters: Counters) -> dict[str, float]:
-    """The time for which the compute stream stood still, by :class:`.meter.Cause`."""
+    """Milliseconds for which the compute stream stood still, by :class:`.meter.Cause`."""
     return {cause.value: getattr(counters, f"{cause.value}_wait_ms") for cause in Cause}
 
 
 def bound_shares(wait_ms: dict[str, float], step_ms: float) -> dict[str, float]:
-    """Shares of a step in which the GPU worked (``compute``), launching and the data loader among it, and in which it stood
-    still for each other resource; the end of backward is the d2h link's. Waits are read when they are over, so that those of a
-    step of ``step_ms`` (above 0) may be counted in the next: a sum above the step is scaled down to it."""
+    """The shares of a step in which the GPU worked (``compute``, which includes launching and the data loader) or stood still
+    for each other resource. The end of backward counts as d2h. A wait is read once it is over, perhaps in the step after:
+    waits that add up to more than ``step_ms`` (above 0) are scaled down to it."""
     waits = {"h2d": wait_ms["h2d"], "d2h": wait_ms["d2h"] + wait_ms["backward_end"], "host_step": wait_ms["host_step"]}
     whole = max(step_ms, sum(waits.values()))
     shares = {name: waited / whole for name, waited in waits.items()}
@@ -89,11 +89,11 @@ def describe_bound(shares: dict[str, float]) -> str:
 
 
 class Telemetry:
-    """Turns an engine's counters into log entries. Rates and sums are per optimizer step since the entry before."""
+    """Turns an engine's counters into log entries, for the optimizer steps since the last entries. Sums are per step."""
 
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         self.engine = engine
-        """That of the model by now: a later one goes on counting where the one before it ended."""
+        """The model's current engine. A later one goes on counting where the one before it ended."""
         self._active_parameters = active_parameters(model)
         self._tokens: torch.Tensor | int = 0
         hook = ModelHook(weakly(self._count_tokens), with_arguments=True)
@@ -106,13 +106,12 @@ class Telemetry:
         self._last_entries: dict[str, float] = {}
         self._steps_bound = 0
         self.shares: dict[str, float] = {}
-        """:func:`bound_shares` of the steps of the last entries; empty before."""
+        """:func:`bound_shares` of the steps of the last entries. Empty before the first."""
         self.is_within_step = False
 
     def _count_tokens(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Counts the tokens of a training forward on the device, without padding and without waiting, where the model is
-        called with a 2-D ``attention_mask``, ``input_ids`` or ``inputs_embeds``, by keyword or in a mapping that is its first
-        argument."""
+        """Counts the tokens of a training forward on the device, without padding and without waiting. Needs a 2-D
+        ``attention_mask``, ``input_ids`` or ``inputs_embeds``, by keyword or in a mapping that is the first argument."""
         if not (model.training and torch.is_grad_enabled()):
             return
         inputs = {**args[0], **kwargs} if args and isinstance(args[0], Mapping) else kwargs
@@ -126,11 +125,11 @@ class Telemetry:
 
     @property
     def bound_by(self) -> str | None:
-        """What bounds a step; None until it has been the same for :data:`_SETTLED_STEPS` steps."""
+        """What bounds a step, or None until it has been the same for :data:`_SETTLED_STEPS` steps."""
         return bound_by(self.shares) if self._steps_bound >= _SETTLED_STEPS else None
 
     def step_begins(self) -> None:
-        """Training time runs from here; what lay between two steps counts unless :meth:`pause` was called."""
+        """Starts the clock of training time. The time between two steps counts, too, unless :meth:`pause` was called."""
         self.is_within_step = True
         if self._mark is None:
             self._mark = time.perf_counter()
@@ -144,11 +143,11 @@ class Telemetry:
         self.is_within_step = False
 
     def pause(self) -> None:
-        """Evaluation or saving: the time until the next step begins isn't training."""
+        """Called at an evaluation or a save: the time until the next step begins isn't training time."""
         self._mark = None
 
     def entries(self) -> dict[str, float]:
-        """The log entries since the last call; those of that call again if no step has ended since."""
+        """The log entries of the steps since the last call; the last ones again if no step has ended since."""
         if self._steps == 0:
             return self._last_entries
         now = counters_of(self.engine)
@@ -178,7 +177,7 @@ class Telemetry:
             is_as_before = bool(earlier) and bound_by(earlier) == bound_by(self.shares)
             self._steps_bound = 0 if is_planned else steps + (self._steps_bound if is_as_before else 0)
             values |= {f"bound_share_{name}": share for name, share in self.shares.items()}
-            if tokens > 0:  # images have none, and so have inputs by names that aren't known
+            if tokens > 0:  # there are none for images, and for inputs by unknown names
                 values["tokens_per_second"] = tokens / seconds
                 values["tflops"] = 6e-12 * self._active_parameters * tokens / seconds
         plan = self.engine.device_plan
@@ -203,7 +202,7 @@ class Telemetry:
 
 
 def on_log(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Gives ``on_log`` of a callback that prints a shorter copy of the logs. Trackers and history keep all entries."""
+    """Passes a shorter copy of the logs to ``on_log`` of a callback that prints. Trackers and history keep all entries."""
     logs = kwargs.get("logs") or {}
     if any(name.startswith(PREFIX) for name in logs):
         short = {name: value for name, value in logs.items() if not name.startswith(PREFIX)}
@@ -215,13 +214,13 @@ def on_log(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
 
 
 _hook: RemovableHandle | None = None
-"""On the steps of the optimizer that is followed."""
+"""The hook on the steps of the optimizer that is traced."""
 _trace_began = False
 
 
 def trace_if_asked(optimizer: Optimizer, engine: Engine) -> None:
-    """Traces a step of this optimizer, if the process was asked to; the one that was prepared last counts. Of several ranks
-    the first does."""
+    """Traces a step of this optimizer if the process was asked to. The optimizer that was prepared last is traced, on the
+    first of several ranks."""
     global _hook
     folder, ranks = os.environ.get(ENV_TRACE_DIR), engine.runtime.ranks
     if not folder or (ranks is not None and ranks.rank) or _trace_began:
@@ -233,8 +232,8 @@ def trace_if_asked(optimizer: Optimizer, engine: Engine) -> None:
 
 
 def _trace(engine: Engine, folder: Path, step: int) -> Iterator[None]:
-    """Profiles the period that ends when ``step``, from 2, is submitted, and writes it down; is resumed when a step begins.
-    The period before it is profiled too and thrown away: a profiler's first events are slow."""
+    """Resumed when a step begins: profiles the period that ends when ``step`` (from 2) is submitted, and writes its trace. The
+    period before, if any, is profiled too and thrown away, since a profiler's first events are slow."""
     global _trace_began
     for _ in range(step - 3):
         yield

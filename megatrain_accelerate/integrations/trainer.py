@@ -1,4 +1,4 @@
-"""The Trainer's own steps while the plugin is active: loading, the smoothed loss, logs, users' code."""
+"""The Trainer while the plugin is active: loading, the smoothed loss, and the callback that follows a training."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def n_gpu(original: Callable[..., int], arguments: Any) -> int:
 
 
 def move_model_to_device(original: Callable[..., Any], trainer: Any, model: nn.Module, device: torch.device) -> None:
-    """The Trainer places no model: the engine does when it is prepared; until then weights stay on the host."""
+    """Does nothing: weights stay on the host until the model is prepared, when the engine places them."""
 
 
 def from_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Models are loaded to the host."""
+    """Ignores ``device_map``, so that models are loaded to the host."""
     if (device_map := kwargs.pop("device_map", None)) is not None:
         what = "the weights are loaded to host memory and megatrain decides what goes to the GPU"
         logger.warning("megatrain: device_map=%r is ignored; %s", device_map, what)
@@ -51,17 +51,17 @@ def from_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def follow_trainer(trainer: Any) -> None:
-    """Gives a new Trainer our callback, and watches its model until that is prepared: it must stream from its first batch on.
-    The stock Trainer has moved the model to the GPU by now, and its code may call it at once, as TRL does for the reference's
-    log-probabilities. Here all weights are still on the host."""
+    """Gives a new Trainer our callback. If its model is called before training, as TRL does for the reference's
+    log-probabilities, it is prepared first: a stock Trainer has moved it to the GPU by now, but here all weights are still on
+    the host."""
     reference, model = weakref.ref(trainer), getattr(trainer, "model", None)
-    trainer.callback_handler.callbacks.insert(1, MegatrainCallback(reference))  # behind DefaultFlowCallback, before trackers
+    trainer.callback_handler.callbacks.insert(1, MegatrainCallback(reference))  # after DefaultFlowCallback, before trackers
     if not isinstance(model, nn.Module) or engine_of(model) is not None:
         return
 
     def prepare_first(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         trainer = reference()
-        # Inside of another prepared model its layers stream as that one's.
+        # Inside another prepared model its layers already stream as parts of that one.
         if trainer is not None and not engines_with(model):
             device = trainer.accelerator.device
             places = {leaf.device.type for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)}
@@ -76,7 +76,7 @@ def follow_trainer(trainer: Any) -> None:
 
 
 def load_from_checkpoint(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
-    """Gives the Trainer's model weights in the store, if it was built without any, and loads the checkpoint into them."""
+    """Loads a checkpoint. A model that was built without weights is prepared first, so that it has some to load into."""
     model = getattr(trainer, "model", None)
     if isinstance(model, nn.Module) and engine_of(model) is None and is_without_weights(model):
         trainer.accelerator.prepare_model(model)
@@ -91,7 +91,7 @@ def label_smoothed_loss(
     shift_labels: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """``LabelSmoother.__call__`` of transformers, by ``cross_entropy`` where the logits are lazy: both are ``(1 - epsilon) *
+    """transformers' ``LabelSmoother.__call__``, by ``cross_entropy`` if the logits are lazy. Both compute ``(1 - epsilon) *
     nll + epsilon * (mean over the vocabulary)``, summed over labelled tokens and divided by their number or by
     ``num_items_in_batch``. Logits: (batch, tokens, vocabulary); labels: (batch, tokens)."""
     logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
@@ -103,7 +103,7 @@ def label_smoothed_loss(
     is_ignored = labels.eq(smoother.ignore_index)
     loss = functional.cross_entropy(
         logits.view(-1, logits.shape[-1]).float(),
-        # As the original takes negative labels.
+        # The original takes other negative labels as 0, too.
         labels.clamp(min=0).masked_fill(is_ignored, smoother.ignore_index),
         ignore_index=smoother.ignore_index,
         reduction="sum",
@@ -115,19 +115,19 @@ def label_smoothed_loss(
 
 
 def choices_of(state: TrainerState) -> dict[str, Any]:
-    """What was chosen for a training, by name. Checkpoints hold it, as JSON."""
-    # The layout of transformers' ExportableState. No callback has this name: the Trainer would make it anew from the entry.
+    """The choices that were made for a training, by name. Checkpoints save them as JSON."""
+    # The layout of transformers' ExportableState. No callback may have this name: the Trainer would restore it from the entry.
     return state.stateful_callbacks.setdefault("megatrain_accelerate", {"args": {}, "attributes": {}})["attributes"]
 
 
 def _is_a_users(owner: Any, name: str, packages: tuple[str, ...]) -> bool:
-    """Whether the method of this name comes from outside of ``packages``."""
+    """Whether the method of this name comes from outside ``packages``."""
     found = next((cls for cls in type(owner).__mro__ if name in vars(cls)), None)
     return name in vars(owner) or (found is not None and found.__module__.partition(".")[0] not in packages)
 
 
 def has_users_callback(trainer: Any, event: str) -> bool:
-    """Whether a callback of the user's is called at an event, ``on_substep_end`` say."""
+    """Whether a callback of the user's handles an event, for example ``on_substep_end``."""
     return any(_is_a_users(callback, event, _CALLBACKS_THAT_DO_NOT_LOOK) for callback in trainer.callback_handler.callbacks)
 
 
@@ -138,11 +138,11 @@ class MegatrainCallback(TrainerCallback):
         self._telemetry: Telemetry | None = None
         self._last_word: str | None = None
         self._trainer = trainer
-        """Returns the Trainer whose training it follows, None if that is gone."""
+        """Returns the Trainer whose training is followed, or None if it is gone."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (engine := engine_of(kwargs["model"])) is not None:
-            if self._telemetry is not None:  # an exception ended the training before
+            if self._telemetry is not None:  # an exception ended the last training
                 self._telemetry.close()
             clips = bool(args.max_grad_norm and args.max_grad_norm > 0)
             tries_again = bool(args.auto_find_batch_size)
@@ -156,7 +156,7 @@ class MegatrainCallback(TrainerCallback):
             engine.device_plan.expect_steps(state.max_steps, *map(choices_of(state).get, ("compiles", "plan")))
             require_saving_possible(args, kwargs["model"], kwargs.get("optimizer"), engine)
             trainer = self._trainer()
-            # Whether code of the user's, which may see gradients or weights, runs just before the step.
+            # Whether user code, which may read gradients or weights, runs just before the step.
             looks = trainer is None or _is_a_users(trainer, "training_step", _TRAINERS_THAT_DO_NOT_LOOK)
             looks = looks or has_users_callback(trainer, "on_pre_optimizer_step")
             begin_training(engine, steps_in_backward=not (clips or tries_again or looks))
@@ -179,7 +179,7 @@ class MegatrainCallback(TrainerCallback):
     on_save = on_evaluate
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Adds the numbers to a training log, for trackers and history; says what bounds a step where that is news."""
+        """Adds the engine's figures to a training log, for trackers and history. Prints what bounds a step if that is new."""
         # What a script logs within a step isn't the Trainer's entry for whole steps.
         if self._telemetry is None or logs is None or self._telemetry.is_within_step or not is_training_log(logs):
             return
@@ -190,12 +190,12 @@ class MegatrainCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(entries)
         if state.is_local_process_zero and self._telemetry.bound_by not in (None, self._last_word):
-            # A word among the logs would make MLflow and ClearML warn at each of them, and callbacks that format numbers fail.
+            # Printed and not logged: a word makes MLflow and ClearML warn at each log, and callbacks that format numbers fail.
             self._last_word = self._telemetry.bound_by
             say(f"megatrain: step {state.global_step} {describe_bound(self._telemetry.shares)}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The last step is applied before anybody reads the weights."""
+        """Applies the last step before anybody reads the weights."""
         if (engine := engine_of(kwargs["model"])) is not None:
             engine.runtime.bring_states()
         if self._telemetry is not None:

@@ -1,4 +1,4 @@
-"""The training arguments of the plugin: two fields, what they switch on, and what can't be used with it."""
+"""The plugin's two training arguments, what they switch on, and which other arguments can't be used with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIELDS = {
     # In this order: HfArgumentParser takes the second member of a union as the type of the argument.
     "megatrain_config": (dict | str | None, dataclasses.field(default=None, compare=False, metadata={"help": CONFIG_HELP})),
 }
-"""Of ``TrainingArguments``."""
+"""Fields for ``TrainingArguments``."""
 
 _FP16 = "fp16 needs loss scaling, which the fused step doesn't do, and weights are kept as bf16 halves of fp32 masters"
 _REFUSED = {
@@ -32,11 +32,11 @@ _REFUSED = {
     "activation_offloading": "it hooks into what autograd saves, and a streamed layer saves its input only. Set "
     "megatrain_config.placement.offloaded_layers (or offloaded_inputs) instead; the plan chooses it by itself where it pays",
 }
-"""By training argument, also of TRL, why it can't be honoured."""
+"""Training arguments, also of TRL, that can't be honoured, and why."""
 
 
 def require_precision(precision: str) -> None:
-    """Raises ``UnsupportedError`` for another mixed precision than bf16."""
+    """Raises ``UnsupportedError`` unless mixed precision is bf16 or off."""
     if precision not in ("no", "bf16"):
         raise UnsupportedError(
             f"mixed_precision: {precision} can't be used with megatrain: its gradients need loss scaling, which the deferred "
@@ -45,7 +45,7 @@ def require_precision(precision: str) -> None:
 
 
 def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
-    """Activates, and checks the arguments of an active process."""
+    """Activates the plugin if the arguments ask for it, and checks the other arguments if it is active."""
     given = getattr(arguments, "megatrain_config", None)
     asks = bool(getattr(arguments, "megatrain", False))
     if given is not None and not asks and not is_active():
@@ -61,7 +61,7 @@ def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwarg
         _refuse_unsupported(arguments)
     original(arguments, *args, **kwargs)
     if active:
-        _ = arguments.n_gpu  # before somebody reads the private attribute
+        _ = arguments.n_gpu  # sets the private attribute before somebody reads it
 
 
 def _refuse_unsupported(arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""Puts patches in place: wraps methods and properties, adds fields to finished dataclasses."""
+"""Applies patches: wraps methods and properties, adds fields to finished dataclasses."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _MARK = "_megatrain_patch"
 """Set on our wrappers, so that a second application leaves them alone."""
 
 _failures: dict[str, Exception] = {}
-"""By target: patches that couldn't be applied."""
+"""The errors of patches that couldn't be applied, by target."""
 
 _CALLED_ALWAYS = ("launcher", "training_arguments", "wrapping")
-"""Modules whose replacements are called with the plugin off, too."""
+"""Modules whose replacements are called even if the plugin is off."""
 
 _EACH_TUNERS_OWN = {"merge_and_unload", "set_adapter", "unload"}
-"""Methods that each kind of adapter had of its own before PEFT 0.18, and most inherit since."""
+"""Methods that each class of PEFT tuners had of its own before PEFT 0.18, and that most inherit since."""
 
 _ARGUMENTS = "_megatrain_arguments"
 """The attribute of an Accelerator with the training arguments of the Trainer that made it."""
 _trainer_arguments: Any = None
-"""Those of the Trainer that makes an Accelerator at this moment."""
+"""The training arguments of the Trainer that is making an Accelerator at this moment."""
 
 
 def create_accelerator(original: Callable[..., None], trainer: Any) -> None:
@@ -44,7 +44,7 @@ def create_accelerator(original: Callable[..., None], trainer: Any) -> None:
 
 
 def arguments_of(accelerator: Any) -> Any:
-    """The training arguments of the Trainer that made an Accelerator, or makes it; None if a script did."""
+    """The training arguments of the Trainer that made an Accelerator, or is making it; None if a script did."""
     return accelerator.__dict__.get(_ARGUMENTS, _trainer_arguments)
 
 
@@ -53,7 +53,7 @@ _ARGUMENTS_OF: dict[str, Callable[[Any], Any]] = {
     "Trainer": lambda trainer: trainer.args,
     "TrainingArguments": lambda arguments: arguments,
 }
-"""By class, the training arguments that decide for a call. For other classes the switch of the process decides."""
+"""How to find the training arguments that decide for a call, by class. For other classes the process's switch decides."""
 
 
 def ensure_ready() -> None:
@@ -63,7 +63,7 @@ def ensure_ready() -> None:
 
 
 def is_active(arguments: Any = None) -> bool:
-    """:func:`.activation.is_on_for`; raises ``PatchError`` where it is on and a patch couldn't be applied."""
+    """:func:`.activation.is_on_for`, but raises ``PatchError`` if it is on and a patch couldn't be applied."""
     if not is_on_for(arguments):
         return False
     ensure_ready()
@@ -71,7 +71,7 @@ def is_active(arguments: Any = None) -> bool:
 
 
 def apply(patch: Patch, module: ModuleType) -> None:
-    """Puts a patch in place, or notes that its target isn't what it was written for."""
+    """Applies a patch, or notes that its target isn't what it was written for."""
     try:
         _apply(patch, module)
         _failures.pop(patch.target, None)
@@ -128,8 +128,8 @@ def load_replacement(module: str, name: str) -> Any:
 
 
 def wrap(owner: Any, name: str, replacement: Callable[..., Any], needs: Sequence[str] = (), *, always: bool = False) -> None:
-    """Replaces a method, or a property's getter, by ``replacement(original, *args, **kwargs)`` where the plugin is on or
-    ``always``. ``original``, the plain function, stays reachable as ``__wrapped__``. Raises ``TypeError`` where it is missing,
+    """Makes a method, or a property's getter, call ``replacement(original, *args, **kwargs)`` if the plugin is on, or
+    ``always``. ``original``, the plain function, stays reachable as ``__wrapped__``. Raises ``TypeError`` if it is missing,
     isn't a function, or lacks a parameter of ``needs``."""
     try:
         stored = inspect.getattr_static(owner, name)
@@ -158,8 +158,8 @@ def wrap(owner: Any, name: str, replacement: Callable[..., Any], needs: Sequence
 
 
 def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """As :func:`wrap`, for the method of this name that a subclass has of its own: of those that exist, and of those to come.
-    Where such a method calls its parent's, ``replacement`` may run within itself."""
+    """Wraps, as :func:`wrap` does, the method of this name in each present and future subclass that has one of its own. If
+    such a method calls its parent's, ``replacement`` may run within itself."""
     for cls in _subclasses(owner):
         if name in vars(cls):
             wrap(cls, name, replacement)
@@ -174,8 +174,8 @@ def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -
 
 
 def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
-    """Adds fields to a dataclass and its subclasses: by name, type and ``field()`` with a default. Raises ``TypeError`` where
-    it isn't a dataclass, or has a field of that name."""
+    """Adds fields, by name with a type and a ``field()`` with a default, to a dataclass and its subclasses. Raises
+    ``TypeError`` if it isn't a dataclass, or has a field of that name."""
     if hasattr(owner.__init__, _MARK):
         return
     if taken := additions.keys() & {field.name for field in dataclasses.fields(owner)}:

@@ -1,1 +1,1 @@
-"""Numbers only: AdamW, sums, moments and their codes, on the host and on the device."""
+"""Arithmetic only: AdamW, sums, moments and their codes, on the host and on the device."""

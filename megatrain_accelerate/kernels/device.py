@@ -1,6 +1,6 @@
-"""Kernels on the device that have the bits of others: the step of a unit that lives there, which is the arithmetic of
-``csrc/adamw.h`` in Triton, with the same fused multiply-adds, correctly rounded square root and divisions, and no others,
-since contraction is switched off; and the mean of gradients."""
+"""Kernels on the device. The step of units that live there has the bits of the host's: it is ``csrc/adamw.h`` in Triton, with
+the same fused multiply-adds and no others, since contraction is off, and correctly rounded square roots and divisions. The
+mean of the ranks' gradients has the bits of its PyTorch version."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megatrain_accelerate.kernels.moments import FloatMoments
 
 _BLOCK = 1024
 _CHUNK = 4 * _BLOCK
-"""Elements that one program steps."""
+"""Elements that one Triton program steps."""
 _launches = threading.Lock()
-"""Two threads step on the device, and the first launch compiles."""
+"""Serialises launches: two threads step on the device, and the first launch compiles."""
 
 
 def device_kernels(device: torch.device, host_kernels: HostKernels) -> StepKernels:
-    """The kernels for units that live on ``device``: on the CPU stand-in the host's own. ``KernelError`` without Triton."""
+    """The kernels for units on ``device``: on the CPU stand-in the host's own. A ``KernelError`` for a GPU without Triton."""
     if device.type == "cpu":
         return host_kernels
     if not can_step_on(device):
@@ -42,8 +42,8 @@ def can_step_on(device: torch.device) -> bool:
 
 
 def mean_of_rows(rows: torch.Tensor, target: torch.Tensor) -> None:
-    """``target`` (N) becomes the mean of the rows of a tensor (R, N) of its dtype, which are added in fp32 in their order, by
-    one kernel where there is Triton. Issued on the current stream."""
+    """Writes the mean of ``rows`` (R, N) to ``target`` (N), of the same dtype. Rows are added in fp32 in their order, by one
+    kernel if Triton is installed. Issued on the current stream."""
     count = target.numel()
     if target.is_cuda and can_step_on(target.device):
         from megatrain_accelerate.kernels import triton_adamw
@@ -62,7 +62,7 @@ def mean_of_rows(rows: torch.Tensor, target: torch.Tensor) -> None:
 
 
 class DeviceKernels:
-    """The kernels for contiguous CUDA tensors, as :class:`HostKernels` has them. Each call is issued on the current stream."""
+    """Kernels as in :class:`HostKernels`, for contiguous CUDA tensors. Each call is issued on the current stream."""
 
     def __init__(self) -> None:
         from megatrain_accelerate.kernels import triton_adamw
@@ -70,12 +70,12 @@ class DeviceKernels:
         self._triton: Any = triton_adamw
 
     def adamw_of_many(self, steps: Sequence[ParameterStep]) -> None:
-        """Steps all parameters by one kernel for each set of constants and dtypes: a launch takes longer than most steps."""
+        """Steps all parameters, in one launch for each set of constants and dtypes: a launch takes longer than most steps."""
         alike: dict[tuple[Any, ...], list[ParameterStep]] = defaultdict(list)
         for step in steps:
             if step.weight.numel():
                 assert isinstance(step.moments, FloatMoments), "8-bit ones are stepped on the host"
-                # By identity, since parameters that share their constants share the object, whose hash takes long.
+                # By identity: parameters with the same constants share the object, and its hash takes long.
                 key = (id(step.arguments), step.residual is None, step.grad_residual is None, step.moments.exp_avg.dtype)
                 alike[key].append(step)
         for group in alike.values():
@@ -87,7 +87,7 @@ class DeviceKernels:
         constants = first.arguments.constants
         rows, chunks = [], 0
         for step in steps:
-            # What the kernel doesn't read stands for what there isn't.
+            # 0 stands for a missing tensor, which the kernel doesn't read.
             tensors = (step.weight, step.residual, *step.moments, step.grad, step.grad_residual)
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
             rows.append([*addresses, step.weight.numel(), step.first_element, chunks])
@@ -99,7 +99,7 @@ class DeviceKernels:
             table,
             row_of_chunk,
             *(getattr(constants, name) for name, *_ in AdamConstants._fields_),
-            ctypes.c_int32(first.arguments.rounding_seed).value,  # signed: one type for the kernel, whatever the number
+            ctypes.c_int32(first.arguments.rounding_seed).value,  # signed, so that Triton sees one type for all values
             SPLIT=first.residual is not None,
             GRAD_SPLIT=first.grad_residual is not None,
             BF16_MOMENTS=first.moments.exp_avg.dtype == torch.bfloat16,
@@ -120,7 +120,7 @@ class DeviceKernels:
                 self._triton.accumulate_split[blocks](*tensors, count, HAS_RESIDUAL=has_residual, BLOCK=_BLOCK)
 
     def norm_split(self, hi: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """2-norm (fp32) of the fp32 values that (N) ``hi`` and ``residual`` stand for, added up in double, as on the host."""
+        """2-norm (fp32) of the fp32 sums join(hi, residual), of (N) elements each, added up in double, as on the host."""
         count = hi.numel()
         blocks = -(-count // _BLOCK)
         sums = torch.zeros(blocks, dtype=torch.float64, device=hi.device)
@@ -141,4 +141,4 @@ class DeviceKernels:
 
 
 StepKernels = HostKernels | DeviceKernels
-"""The kernels of a unit's home: both have the same methods for what a unit needs."""
+"""The kernels of the device where a unit lives. Both classes have the methods that a unit needs."""

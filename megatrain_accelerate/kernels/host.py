@@ -1,16 +1,16 @@
 """The fused host kernels: AdamW on split fp32 masters, and the few loops around it, on a pool of C++ threads.
 
-The **split master** is the pair (bf16 weight, int16 residual) in place of an fp32 weight, and holds every fp32 bit pattern
+The **split master** is a pair (bf16 weight, int16 residual) that replaces an fp32 weight and holds every fp32 bit pattern
 exactly (``csrc/split_master.h``).
 
 **What is bit-equal to torch.** Weights, ``exp_avg`` and ``exp_avg_sq`` equal those of ``torch.optim.AdamW`` and
 ``torch.optim.Adam`` with ``foreach=False, fused=False`` on fp32 CPU tensors, up to one operation: the square root. Measured
 with torch 2.13 on x86-64, whose AVX2 and AVX-512 kernels agree bit for bit, in vectors and tails: ``lerp_``, ``addcmul_`` and
-``add(alpha=)`` use one fused multiply-add each, ``addcdiv_`` and ``div`` none; division by a scalar is a true division;
-scalars are computed in double and rounded to float once. ``sqrt`` goes to MKL, which is 1 ulp off for some arguments (1 to 20%
-were seen, by the processor). Here it is the correctly rounded one of IEEE 754, as in torch's own ``fused=True`` kernel; with
-``Tensor.sqrt`` replaced by such a one all three are equal. Without that the moments are equal under AdamW (under Adam's L2
-penalty they depend on the weight), and the weights whose square roots were off differ by about an ulp.
+``add(alpha=)`` use one fused multiply-add each, ``addcdiv_`` and ``div`` none. Division by a scalar is a true division.
+Scalars are computed in double and rounded to float once. ``sqrt`` is MKL's, which is 1 ulp off for some arguments (1 to 20%
+were seen, by the processor). Here it is the correctly rounded one of IEEE 754, as in torch's own ``fused=True`` kernel. With
+such a ``Tensor.sqrt`` all three are equal. With MKL's the moments are equal under AdamW (under Adam's L2 penalty they depend
+on the weight), and the weights whose square roots were off differ by about an ulp.
 
 With ``ATEN_CPU_CAPABILITY=default`` (no FMA) torch differs from its own AVX2 results, and so from these. Results don't depend
 on the number of threads, on chunk boundaries or on the instruction set.
@@ -42,7 +42,7 @@ _REBUILD = "build it with `pip install --force-reinstall --no-deps .` in a check
 
 
 class AdamConstants(ctypes.Structure):
-    """Mirror of ``AdamConstants`` in ``csrc/adamw.h``; ctypes rounds each double to float."""
+    """Mirror of ``AdamConstants`` in ``csrc/adamw.h``. ctypes rounds each double to float."""
 
     _names = "gradient_factor decay l2 one_minus_beta1 beta2 one_minus_beta2 correction2_sqrt eps negative_step_size"
     _fields_ = tuple((name, ctypes.c_float) for name in _names.split())
@@ -50,7 +50,7 @@ class AdamConstants(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True)
 class AdamArguments:
-    """The constants of one optimizer step; a ``ConfigError`` for one outside the range that ``torch.optim.AdamW`` accepts."""
+    """The constants of one optimizer step. A ``ConfigError`` for one outside the range that ``torch.optim.AdamW`` accepts."""
 
     lr: float
     beta1: float
@@ -60,11 +60,11 @@ class AdamArguments:
     step: int
     """Counted from 1: the exponent of the bias correction."""
     clip_factor: float = 1.0
-    """Multiplied into the gradient, as fp32, before all else, as ``clip_grad_norm_`` does it."""
+    """Factor of the gradient, multiplied in fp32 before all else, as ``clip_grad_norm_`` does."""
     decoupled: bool = True
     """True: AdamW, ``weight *= 1 - lr * weight_decay``. False: Adam, ``grad += weight_decay * weight``."""
     maximize: bool = False
-    """Ascend instead of descend: the sign of the gradient is turned after clipping."""
+    """Ascend instead of descend: the gradient's sign is flipped after clipping."""
 
     def __post_init__(self) -> None:
         ends = {**dict.fromkeys(("lr", "eps", "weight_decay", "clip_factor"), math.inf), "beta1": 1.0, "beta2": 1.0}
@@ -76,12 +76,12 @@ class AdamArguments:
 
     @property
     def rounding_seed(self) -> int:
-        """32 bits, another number at each step: what the stochastic rounding of bf16 moments begins with."""
+        """Seed of the stochastic rounding of bf16 and 8-bit moments: 32 bits, another number at each step."""
         return (self.step * 0x9E3779B9 + 0x7F4A7C15) & 0xFFFFFFFF
 
     @functools.cached_property
     def constants(self) -> AdamConstants:
-        """The scalars of the loop, in double precision in the order of ``torch/optim/adam.py``, then rounded once."""
+        """The scalars of the loop, computed in double in the order of ``torch/optim/adam.py``, then rounded once."""
         return AdamConstants(
             gradient_factor=-self.clip_factor if self.maximize else self.clip_factor,
             decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
@@ -96,24 +96,24 @@ class AdamArguments:
 
 
 class ParameterStep(NamedTuple):
-    """The step of N adjacent elements, of which all tensors are."""
+    """The AdamW step of N adjacent elements, the length of all tensors (scales of 8-bit moments aside)."""
 
     weight: torch.Tensor
     """bfloat16 with a ``residual``, else float32."""
     residual: torch.Tensor | None
-    """int16; join(weight, residual) is the fp32 master."""
+    """int16, the rest of the fp32 master join(weight, residual)."""
     moments: Moments
     grad: torch.Tensor
-    """Of the weight's dtype."""
+    """In the weight's dtype."""
     arguments: AdamArguments
     grad_residual: torch.Tensor | None = None
     """int16 where the gradient is the fp32 sum join(grad, grad_residual)."""
     first_element: int = 0
-    """Its number in its unit, for the rounding of moments that aren't fp32; begins a block of 8-bit ones."""
+    """Index in its unit, for the rounding of moments that aren't fp32. With 8-bit ones it begins a block."""
 
 
 def default_thread_count(cpus: int | None = None) -> int:
-    """One for each CPU that this process may use, or of ``cpus``; of more than four, two less, for launcher and copies."""
+    """Number of CPUs that this process may use (or ``cpus``). If more than four, two less, for launcher and copies."""
     cpus = usable_cpu_count() if cpus is None else cpus
     return cpus - 2 if cpus > 4 else max(1, cpus)
 
@@ -121,21 +121,21 @@ def default_thread_count(cpus: int | None = None) -> int:
 class HostKernels:
     """The compiled kernels and the threads that run them.
 
-    All tensors are contiguous, on the CPU, of any shape; those of one call have the same number of elements N, from 0 to
-    beyond 2**32, and don't overlap. Each call returns when the work is done; the GIL is free meanwhile. Calls from several
+    All tensors are contiguous, on the CPU, of any shape. Those of one call have the same number of elements N, from 0 to
+    beyond 2**32, and don't overlap. Each call returns when the work is done. Meanwhile the GIL is free. Calls from several
     threads are served one after the other. After a fork the child computes alone, on its calling thread. Autograd doesn't see
     the writes: no version counter moves.
 
-    ``threads`` work on a call, the caller included; :func:`default_thread_count` by default. ``instruction_set``: a name in
-    :data:`INSTRUCTION_SETS`, for tests; by default the best that the machine has. Raises ``KernelError`` where the library is
-    missing, stale or can't be loaded, or the machine lacks the instruction set; methods do so for a tensor of the wrong dtype,
-    device, layout or length, and when the kernels are closed.
+    ``threads``: how many work on a call, the caller included, by default :func:`default_thread_count`. ``instruction_set``: a
+    name in :data:`INSTRUCTION_SETS`, for tests, by default the best that the machine has. Raises a ``KernelError`` if the
+    library is missing, stale or can't be loaded, the machine lacks the instruction set, or the threads can't be started.
+    Methods raise one for a tensor of the wrong dtype, device, layout or length, and after :meth:`close`.
     """
 
     def __init__(self, threads: int | None = None, instruction_set: str | None = None) -> None:
         self.threads = default_thread_count() if threads is None else threads
         self._library = _library(LIBRARY_PATH)
-        # Found by just the features that are needed: FMA with AVX2, BW, DQ and VL of AVX-512. ATEN_CPU_CAPABILITY lowers it.
+        # torch looks for just what is needed: FMA with AVX2, BW, DQ and VL of AVX-512. ATEN_CPU_CAPABILITY lowers it.
         found = torch.backends.cpu.get_cpu_capability().lower()
         best = INSTRUCTION_SETS.index(found) if found in INSTRUCTION_SETS else 0
         self.instruction_set = instruction_set or INSTRUCTION_SETS[best]
@@ -150,17 +150,17 @@ class HostKernels:
             )
         self._handle: ctypes.c_void_p | None = ctypes.c_void_p(handle)
         self._finalizer = weakref.finalize(self, self._library.megatrain_destroy, self._handle)
-        # A step may be at work when the process ends, whose memory the system takes back.
+        # Not at exit: a step may still run then, and the system frees the memory anyway.
         self._finalizer.atexit = False
 
     def close(self) -> None:
-        """Ends the threads. No call may be in progress; later calls raise. Closing twice is fine."""
+        """Ends the threads. No call may be in progress. Later calls raise. Closing twice is fine."""
         self._handle = None
         self._finalizer()
 
     def adamw(self, *step: Any, **others: Any) -> None:
-        """One AdamW (or Adam) step in place and in one pass, of what makes a :class:`ParameterStep`; ``csrc/adamw.h`` has its
-        memory traffic."""
+        """Runs one AdamW (or Adam) step in place and in one pass. The arguments are the fields of :class:`ParameterStep`.
+        ``csrc/adamw.h`` has its memory traffic."""
         weight, residual, moments, grad, arguments, grad_residual, first_element = ParameterStep(*step, **others)
         dtype = torch.float32 if residual is None else _BF16
         exp_avg, exp_avg_sq, *scales = moments
@@ -189,23 +189,23 @@ class HostKernels:
         )
 
     def adamw_of_many(self, steps: Iterable[ParameterStep]) -> None:
-        """Each of these steps."""
+        """Runs each of these steps."""
         for step in steps:
             self.adamw(*step)
 
     def accumulate(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """``dst += src``, both (N) bfloat16 or both (N) float32; in bfloat16 with the rounding of torch's ``add_``."""
+        """``dst += src``, both (N) bfloat16 or both (N) float32. bfloat16 is rounded as by torch's ``add_``."""
         dtype = _BF16 if dst.dtype == _BF16 else torch.float32
         self._call("accumulate", dtype.itemsize, 0, dst=(dst, dtype), residual=(None, _INT16), src=(src, dtype))
 
     def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
-        """``sum += src`` in fp32; ``csrc/split_master.h`` has the arithmetic. The sum is join(hi, residual), (N) bfloat16 and
-        (N) int16, or without ``has_residual`` ``hi`` alone so far; ``src`` is (N) bfloat16."""
+        """``sum += src`` in fp32, with the arithmetic of ``csrc/split_master.h``. The sum is join(hi, residual), (N) bfloat16
+        and (N) int16. Without ``has_residual`` it is ``hi`` alone so far. ``src`` is (N) bfloat16."""
         self._call("accumulate", 2, int(has_residual), hi=(hi, _BF16), residual=(residual, _INT16), src=(src, _BF16))
 
     def square_sum(self, values: torch.Tensor, residual: torch.Tensor | None = None) -> float:
-        """The sum of squares of (N) bfloat16 or (N) float32 values, or with (N) int16 ``residual`` of the fp32 values that it
-        and bfloat16 ``values`` stand for; added up in double precision in a fixed order."""
+        """The sum of squares of (N) bfloat16 or (N) float32 values, or of the fp32 sums join(values, residual) of (N) bfloat16
+        and (N) int16, added up in double precision in a fixed order."""
         dtype = _BF16 if residual is not None or values.dtype == _BF16 else torch.float32
         return float(self._call("square_sum", dtype.itemsize, values=(values, dtype), residual=(residual, _INT16)))
 
@@ -214,25 +214,25 @@ class HostKernels:
         self._call("split", master_fp32=(master_fp32, torch.float32), hi=(hi, _BF16), residual=(residual, _INT16))
 
     def join(self, hi: torch.Tensor, residual: torch.Tensor, master_fp32_out: torch.Tensor) -> None:
-        """Writes the (N) float32 masters that (N) bfloat16 ``hi`` and (N) int16 ``residual`` stand for."""
+        """Writes the (N) float32 masters of which (N) bfloat16 ``hi`` and (N) int16 ``residual`` are the split."""
         self._call("join", hi=(hi, _BF16), residual=(residual, _INT16), master_fp32_out=(master_fp32_out, torch.float32))
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Copies (N) ``src`` to (N) ``dst``, of one dtype, on all threads."""
+        """Copies (N) ``src`` to (N) ``dst`` of the same dtype, on all threads."""
         self._call("fill", ctypes.c_int64(dst.element_size()), dst=(dst, dst.dtype), src=(src, dst.dtype))
 
     def zero(self, tensor: torch.Tensor) -> None:
-        """Fills a tensor of any dtype with zero bytes, on all threads: also the way to touch new memory first."""
+        """Fills a tensor of any dtype with zero bytes, on all threads. Also used to touch new memory first."""
         self._call("fill", ctypes.c_int64(tensor.element_size()), tensor=(tensor, tensor.dtype), source=(None, tensor.dtype))
 
     def _call(self, function: str, *others: Any, **tensors: tuple[torch.Tensor | None, torch.dtype]) -> Any:
-        """Hands over the tensors (null for what there isn't), their length and the others; integers become C's of 32 bits."""
+        """Calls a C function with the tensors (None: null), their length and ``others``. Integers become C's of 32 bits."""
         count = ctypes.c_int64(self._check(**tensors))
         pointers = (ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor, _ in tensors.values())
         return getattr(self._library, f"megatrain_{function}")(self._handle, *pointers, count, *others)
 
     def _check(self, **tensors: tuple[torch.Tensor | None, torch.dtype]) -> int:
-        """The common length N, after all that C++ can't check itself."""
+        """Returns the common length N. Raises a ``KernelError`` for all that C++ can't check itself."""
         if self._handle is None:
             raise KernelError("the host kernels are closed; make a new HostKernels")
         lengths: dict[str, int] = {}
@@ -256,15 +256,14 @@ class HostKernels:
 
 
 def memory_fence() -> None:
-    """What this thread has written before is seen by whoever sees what it writes after, in other processes too; and what it
-    reads after isn't older than what it has read before."""
+    """A memory fence, for other processes too. Whoever sees a write of this thread after the fence also sees those before it,
+    and what this thread reads after it isn't older than what it read before."""
     _library(LIBRARY_PATH).megatrain_fence()
 
 
 @functools.cache
 def _library(path: pathlib.Path) -> Any:
-    """Opens the library. A ``KernelError`` where the file is missing, can't be loaded, or is of another version than this
-    file."""
+    """Opens the library. A ``KernelError`` if it is missing, can't be loaded, or has another interface version."""
     if not path.exists():
         raise KernelError(f"the compiled host kernels are missing: no file {path}. Remedy: {_REBUILD}")
     try:

@@ -1,6 +1,6 @@
-"""AdamW's moments as they lie in memory: in fp32, in bf16, or in 8 bits, as codes with one fp32 scale for each block
-(``csrc/adamw_int8_moments.h``). The kernel rounds stochastically; what is taken over from fp32 here is rounded to nearest, so
-that codes that were decoded come back as the same codes and scales."""
+"""AdamW's moments in memory: in fp32, in bf16, or in 8 bits, as codes with one fp32 scale for each block
+(``csrc/adamw_int8_moments.h``). The kernel rounds stochastically. What is taken over from fp32 here is rounded to nearest, so
+that decoded codes are encoded to the same codes and scales."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from typing import NamedTuple
 import torch
 
 BLOCK_ELEMENTS = 128
-"""Elements that share a scale: those by which parameters are aligned in a unit, so that no block has two of them."""
+"""Elements that share a scale. Parameters are aligned to as many in a unit, so that no block holds two parameters."""
 
 _FIRST_OFFSET, _SECOND_OFFSET = 0x3F8 - 127, 0x3F8 - 255
 _LEAST_FIRST_SCALE, _LEAST_SECOND_SCALE = 2.0**-46, 2.0**-92
 _CHUNK_ELEMENTS = 32_768 * BLOCK_ELEMENTS
-"""Decoded and coded at a time, so that the temporaries of a large parameter stay small."""
+"""Elements that are decoded or encoded at a time, so that the temporaries of a large parameter stay small."""
 
 
 def block_count(elements: int) -> int:
-    """Scales that a moment of that many elements has; the last block may be short."""
+    """Number of scales of a moment with that many elements. The last block may be short."""
     return -(-elements // BLOCK_ELEMENTS)
 
 
 def moment_bytes(elements: int, dtype: torch.dtype) -> int:
-    """Bytes of both moments of that many elements, of which int8 ones have their scales besides."""
+    """Bytes of both moments of that many elements, with the scales of int8 ones."""
     scales = 2 * torch.float32.itemsize * block_count(elements) if dtype == torch.int8 else 0
     return 2 * dtype.itemsize * elements + scales
 
 
 class FloatMoments(NamedTuple):
-    """Both moments of a run of N elements, of any shape, in fp32 or bf16, as views of their unit's memory."""
+    """Both moments of N adjacent elements, of any shape, in fp32 or bf16, as views of their unit's memory."""
 
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
 
     def run(self, first: int, count: int) -> FloatMoments:
-        """``count`` elements from ``first``; of flat moments."""
+        """``count`` elements from ``first`` on, of flat moments."""
         return FloatMoments(self.exp_avg[first : first + count], self.exp_avg_sq[first : first + count])
 
 
 class Int8Moments(NamedTuple):
-    """Both moments of a run of N elements, of any shape, that begins a block, as views of their unit's memory: codes in int8
-    and in uint8, and the scales of each, (:func:`block_count` of N) float32."""
+    """Both moments of N adjacent elements, of any shape, as views of their unit's memory. The first one begins a block. Codes
+    are int8 and uint8. Scales are float32, :func:`block_count` of N for each moment."""
 
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
@@ -51,7 +51,7 @@ class Int8Moments(NamedTuple):
     exp_avg_sq_scale: torch.Tensor
 
     def run(self, first: int, count: int) -> Int8Moments:
-        """``count`` elements from ``first``, a multiple of the block; of flat moments."""
+        """``count`` elements from ``first`` on, a multiple of the block, of flat moments."""
         blocks = slice(first // BLOCK_ELEMENTS, first // BLOCK_ELEMENTS + block_count(count))
         elements = slice(first, first + count)
         scales = self.exp_avg_scale[blocks], self.exp_avg_sq_scale[blocks]
@@ -63,7 +63,7 @@ class Int8Moments(NamedTuple):
             yield slice(first, first + _CHUNK_ELEMENTS), flat.run(first, _CHUNK_ELEMENTS)  # the last one may be short
 
     def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """New fp32 tensors of the codes' shape: the moments that the next step begins with, to the bit."""
+        """Returns the moments with which the next step begins, bit for bit: new fp32 tensors of the codes' shape."""
         exp_avg, exp_avg_sq = torch.empty(self.exp_avg.shape), torch.empty(self.exp_avg.shape)
         for place, chunk in self._chunks():
             firsts, seconds = chunk.exp_avg.int(), chunk.exp_avg_sq.int()
@@ -86,13 +86,13 @@ class Int8Moments(NamedTuple):
 
 Moments = FloatMoments | Int8Moments
 ViewOf = Callable[[int, tuple[int, ...], torch.dtype], torch.Tensor]
-"""Makes a view of a memory from an offset in bytes, a shape and a dtype."""
+"""Makes a view of memory from an offset in bytes, a shape and a dtype."""
 
 
 def moments_within(view_of: ViewOf, total: int, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> Moments:
-    """Views of a memory of :func:`moment_bytes` of ``total`` elements: all of the first moment, all of the second; with int8
-    all scales of the first and of the second follow. ``first`` is the first element wanted, with int8 a multiple of the block;
-    ``shape`` and ``dtype`` (fp32, bf16 or int8) are those of the elements wanted."""
+    """Views of some elements' moments in memory that holds those of ``total`` elements: all of the first moment, all of the
+    second, and with int8 all scales of the first and all of the second. ``first`` is the first element wanted, with int8 a
+    multiple of the block. ``shape`` and ``dtype`` (fp32, bf16 or int8) are those of the elements wanted."""
     if dtype != torch.int8:
         return FloatMoments(*(view_of(dtype.itemsize * (begin + first), shape, dtype) for begin in (0, total)))
     scales = 2 * total + 4 * block_count(first)
@@ -106,7 +106,7 @@ def moments_within(view_of: ViewOf, total: int, first: int, shape: tuple[int, ..
 
 
 def _shares(codes: torch.Tensor, offset: int) -> torch.Tensor:
-    """(N) fp32 shares of the scale, in [0, 1], of (N) int32 codes without sign."""
+    """The shares of the scale, (N) fp32 in [0, 1], that (N) int32 codes without sign stand for."""
     return torch.where(codes == 0, 0.0, ((codes + offset) << 20).view(torch.float32))
 
 
@@ -116,7 +116,7 @@ def _spread(scales: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
 
 
 def _codes(magnitudes: torch.Tensor, scales: torch.Tensor, least_scale: float, offset: int) -> torch.Tensor:
-    """Nearest codes, int32, of (N) fp32 numbers that aren't negative; writes their blocks' scales."""
+    """Returns the nearest codes, int32, of (N) non-negative fp32 numbers, and writes the scales of their blocks."""
     padded = torch.nn.functional.pad(magnitudes, (0, -len(magnitudes) % BLOCK_ELEMENTS))
     scales.copy_(padded.view(-1, BLOCK_ELEMENTS).amax(1).clamp(min=least_scale))
     shares = (magnitudes / _spread(scales, magnitudes)).nan_to_num(1.0)

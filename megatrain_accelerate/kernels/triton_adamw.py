@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Triton kernels of AdamW and Adam, of fp32 gradient sums, and of means of gradients. ``csrc/adamw.h`` and
-``csrc/split_master.h`` have the formulas of the first two, their sources and the reason of each rounding. To be launched with
-``enable_fp_fusion=False``: fused are the multiply-adds written here."""
+``csrc/split_master.h`` have the formulas of the first two, their sources and the reason of each rounding. AdamW must be
+launched with ``enable_fp_fusion=False``, so that only the multiply-adds written here are fused."""
 
 import triton
 import triton.language as tl
@@ -9,8 +9,8 @@ import triton.language as tl
 
 @triton.jit
 def _load_moment(at, inside, BF16_MOMENTS: tl.constexpr):
-    """fp32 moments, or the bits (int16) of bf16 ones, as fp32."""
-    # One return: Triton compiles what follows an ``if`` that returns, too.
+    """Loads fp32 moments, or the bits (int16) of bf16 ones, as fp32."""
+    # A single return, since Triton also compiles what follows an ``if`` that returns.
     if BF16_MOMENTS:
         moment = (tl.load(at, inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -32,7 +32,7 @@ def _rounding_bits(at, first_element, seed):
 
 @triton.jit
 def _store_moment(at, value, inside, random, BF16_MOMENTS: tl.constexpr):
-    """Stores an fp32 moment, as it is or rounded stochastically to the bits of a bf16 one; ``random`` is below 2**16."""
+    """Stores an fp32 moment, as it is or rounded stochastically to the bits of a bf16 one. ``random`` is below 2**16."""
     if BF16_MOMENTS:
         tl.store(at, ((value.to(tl.uint32, bitcast=True) + random) >> 16).to(tl.int16), inside)
     else:
@@ -41,14 +41,14 @@ def _store_moment(at, value, inside, random, BF16_MOMENTS: tl.constexpr):
 
 @triton.jit
 def _join_sum(hi, lo):
-    """fp32 sums of their halves (int32); a negative residual beside a zero is stale, see ``csrc/split_master.h``."""
+    """Joins the halves (int32) of fp32 sums. A negative residual beside a zero is stale, see ``csrc/split_master.h``."""
     is_stale = ((hi & 0x7FFF) == 0) & (lo < 0)
     return ((hi << 16) + tl.where(is_stale, 0, lo)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _pointer(row_ptr, column: tl.constexpr, IS_INT16: tl.constexpr, ALIGNED: tl.constexpr):
-    """The address of int16 or fp32 numbers in a column of a row of the table; ``ALIGNED``: a multiple of 16 bytes."""
+    """Loads an address of int16 or fp32 numbers from a row of the table. ``ALIGNED``: it is a multiple of 16 bytes."""
     pointer = tl.load(row_ptr + column).to(tl.pointer_type(tl.int16) if IS_INT16 else tl.pointer_type(tl.float32))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -82,11 +82,10 @@ def adamw(
     """Steps many parameters. Each program steps a chunk of one, whose row in the (rows, COLUMNS) int64 ``table`` is
     ``row_of_chunk[program]``.
 
-    A row has the addresses of weight, residual, both moments, gradient and the gradient's residual; then the number of
-    elements, the first one's place in its unit, and the parameter's first chunk. With ``SPLIT`` weights and gradients are
-    bf16 and the masters' residuals int16, all as int16 bits; without it weights and gradients are fp32. With ``GRAD_SPLIT``
-    the gradient is an fp32 sum and has a residual. With ``BF16_MOMENTS`` moments are the bits of bf16 numbers
-    (``csrc/adamw.h``).
+    A row has the addresses of weight, residual, both moments, gradient and the gradient's residual, then the number of
+    elements, the first one's index in its unit, and the parameter's first chunk. With ``SPLIT`` weights and gradients are
+    bf16 and the masters' residuals int16, all as int16 bits. Without it weights and gradients are fp32. With ``GRAD_SPLIT``
+    the gradient is an fp32 sum and has a residual. With ``BF16_MOMENTS`` moments are the bits of bf16 numbers.
     """
     row_ptr = table_ptr + tl.load(row_of_chunk_ptr + tl.program_id(0)) * COLUMNS
     weight_ptr = _pointer(row_ptr, 0, SPLIT, ALIGNED)
@@ -103,7 +102,7 @@ def adamw(
         left = count - start - begin
         for IS_LAST in tl.static_range(2):
             if (left > 0) & (left < BLOCK) if IS_LAST else left >= BLOCK:
-                # Where the mask is known to be all ones, several elements are loaded at once.
+                # With a mask that is known to be all ones Triton loads several elements at once.
                 inside = at < count if IS_LAST else tl.full([BLOCK], 1, tl.int1)
                 if SPLIT:
                     hi = tl.load(weight_ptr + at, inside, other=0).to(tl.int32)
@@ -141,7 +140,7 @@ def adamw(
 
 @triton.jit
 def accumulate_split(hi_ptr, lo_ptr, source_ptr, count, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
-    """``hi`` and ``source`` are the bits (int16) of bf16 numbers, ``lo`` residuals (int16); adds ``source`` in fp32."""
+    """Adds ``source`` to sums in fp32. ``hi`` and ``source`` are bits (int16) of bf16 numbers, ``lo`` residuals (int16)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     hi = tl.load(hi_ptr + at, inside, other=0).to(tl.int32)
@@ -158,7 +157,7 @@ def accumulate_split(hi_ptr, lo_ptr, source_ptr, count, HAS_RESIDUAL: tl.constex
 
 @triton.jit
 def square_sums_split(hi_ptr, lo_ptr, sums_ptr, count, BLOCK: tl.constexpr):
-    """``sums``, fp64, one for each block, get the sums of squares of the split fp32 numbers."""
+    """Writes the sum of squares of the split fp32 numbers of each block to ``sums`` (fp64)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     hi = tl.load(hi_ptr + at, inside, other=0).to(tl.int32)

@@ -1,5 +1,5 @@
-"""What attention computed in forward, kept for the recompute in backward: of a long sequence it is most of a layer's time. The
-operations alone are left out when they come again: selective recomputation (Korthikanti et al., arXiv 2205.05198). Torch's
+"""Keeps the results of attention in forward, so that the recompute in backward doesn't run it again. For long sequences it is
+most of a layer's time. This is selective recomputation (Korthikanti et al., arXiv 2205.05198). Torch's own
 ``create_selective_checkpoint_contexts`` refuses a second backward, other kernels in the recompute, and results on the host."""
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ _ATTENTION = {
 
 
 def is_attention(func: Any) -> bool:
-    """Whether an operation is attention as one kernel, whose memory is linear in the length."""
+    """Whether an operation is a fused attention kernel, whose memory is linear in the sequence length."""
     return func.name().partition(".")[0] in _ATTENTION
 
 
 def attention_flops(name: str, args: Sequence[Any]) -> float | None:
-    """Of attention to all tokens: two products of all pairs of them in forward, five in backward (FlashAttention-2, arXiv
-    2307.08691). None where the arguments aren't queries, keys and values."""
+    """FLOPs of attention of all tokens to all tokens: two products in forward, five in backward (FlashAttention-2, arXiv
+    2307.08691). None if the arguments aren't queries, keys and values."""
     tensors = [argument for argument in args if isinstance(argument, torch.Tensor) and argument.dim() == 4]
     if len(tensors) < 3:
         return None
     is_backward = "backward" in name
-    # Backward begins with the gradient, but for flex attention's.
+    # The first argument of backward is the gradient, except for flex attention.
     query, key = tensors[1:3] if is_backward and not name.startswith(FLEX) else tensors[:2]
     return 2.0 * (5 if is_backward else 2) * query.numel() * key.shape[-2]
 
 
 def named_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments that an operation is given, by name."""
+    """All arguments of a call of an operation, by name."""
     return {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
 
 
 def drop_rate(func: Any, args: Any, kwargs: Any) -> Any:
-    """The probability with which an operation drops elements; None if it has no such argument."""
-    # One that is left out has its default, which is zero for all that have one.
+    """The dropout probability of a call of an operation, or None if it has no such argument."""
+    # The default is zero for all operations that have one.
     rates = dict.fromkeys({"p", "dropout_p"}.intersection(argument.name for argument in func._schema.arguments), 0.0)
     given = {**rates, **named_arguments(func, args, kwargs)}
     return given.get("dropout_p", given.get("p"))
 
 
 def require_attention_to_keep(model: nn.Module, kept_attention: int | None) -> None:
-    """Raises an UnsupportedError for flex attention, a compiled function that can't be compiled while it is watched."""
+    """Raises an UnsupportedError if flex attention's results are to be kept: it can't be compiled under a dispatch mode."""
     kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if kind == FLEX and kept_attention:
         raise UnsupportedError(
@@ -69,8 +69,8 @@ def require_attention_to_keep(model: nn.Module, kept_attention: int | None) -> N
 
 
 class AttentionResults:
-    """The results of one run's attention operations, in order. Owner: the graph, by way of its checkpoint. Reader: the
-    recompute. ``leaving`` takes those that wait in host memory, for whoever sends it after the run; None if all stay."""
+    """The results of the attention operations of one run, in order. Owner: the graph, through its checkpoint. Reader: the
+    recompute. ``leaving`` records those to offload, which the caller sends after the run. None if all stay on the device."""
 
     def __init__(self, leaving: Recording | None = None) -> None:
         self.results: list[Any] = []
@@ -78,15 +78,15 @@ class AttentionResults:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of those that stay."""
+        """Bytes of the results that stay on the device."""
         return sum(tensor.nbytes for tensor in tensors_in(self.results))
 
     def recording(self) -> TorchDispatchMode:
-        """Notes what attention gives in the body. The operations run as they do without."""
+        """Records the results of attention in the body, which runs as usual."""
 
         def record(func: Any, args: Any, kwargs: Any) -> Any:
             result, leaving = func(*args, **kwargs), self._leaving
-            # One that draws random numbers: left out in a recompute, it would change those of what follows.
+            # Without the draws of attention with dropout a recompute would go on with other random numbers.
             kept = None if drop_rate(func, args, kwargs) else _cut(result)
             if leaving is not None:
                 kept = tree_map_only(torch.Tensor, lambda tensor: leaving.place(tensor) or tensor, kept)
@@ -96,12 +96,12 @@ class AttentionResults:
         return AtAttention(record)
 
     def replaying(self) -> TorchDispatchMode:
-        """Attention in the body, which must be the recorded one again, gives what was noted, to the bit, and doesn't run."""
+        """Attention in the body doesn't run, but returns the recorded results. The body must be the recorded one again."""
         following = iter(self.results)
 
         def replay(func: Any, args: Any, kwargs: Any) -> Any:
             found = next(following, None)
-            # With ``sdpa_kernel`` around the forward alone another kernel is chosen now, with results of its own.
+            # If ``sdpa_kernel`` was around the forward alone, the recompute chooses another kernel with results of its own.
             if found is None or found[0] is not func:
                 return func(*args, **kwargs)
             return _cut(tree_map_only(OffloadedTensor, OffloadedTensor.tensor, found[1]))
@@ -110,7 +110,7 @@ class AttentionResults:
 
 
 class AtAttention(TorchDispatchMode):
-    """Calls ``run(operation, args, kwargs)`` in the place of attention's operations in the body."""
+    """Calls ``run(operation, args, kwargs)`` instead of each attention operation in the body."""
 
     supports_higher_order_operators = True
 
@@ -123,5 +123,5 @@ class AtAttention(TorchDispatchMode):
 
 
 def _cut(result: Any) -> Any:
-    # Autograd enters tensors that it gets into its graph: what is held here must be others.
+    # Autograd makes the tensors that it gets part of its graph, so that the recorded ones must be others.
     return tree_map_only(torch.Tensor, torch.Tensor.detach, result)

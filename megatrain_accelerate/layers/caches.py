@@ -16,7 +16,7 @@ CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_par
 
 
 def without_caches(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """The call's arguments without key-value caches, by transformers' rule (``GradientCheckpointingLayer``,
+    """Returns the call's arguments without key-value caches, by transformers' rule (``GradientCheckpointingLayer``,
     modeling_layers.py). An UnsupportedError if a cache holds tokens: without it the layer would compute something else."""
     is_cache = [hasattr(value, "get_seq_length") and hasattr(value, "update") for value in args]
     caches = [value for flag, value in zip(is_cache, args, strict=True) if flag]
@@ -36,7 +36,7 @@ def without_caches(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 
 def caching_modules(model: nn.Module, layers: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """Modules outside the layers whose forward takes ``use_cache``: those that decide whether a cache is made."""
+    """Yields the modules outside the layers whose forward takes ``use_cache``: they decide whether a cache is made."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     for module in model.modules():
         if id(module) not in inside and "use_cache" in inspect.signature(module.forward).parameters:
@@ -44,8 +44,8 @@ def caching_modules(model: nn.Module, layers: Collection[nn.Module]) -> Iterator
 
 
 def decide_against_a_cache(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """A forward pre-hook that says ``use_cache=False`` where gradients are computed, as transformers does under gradient
-    checkpointing: a model that believed in a cache may look for it among its layers' outputs."""
+    """A forward pre-hook that sets ``use_cache=False`` where gradients are computed, as transformers does under gradient
+    checkpointing: a model that expects a cache may look for it among its layers' outputs."""
     if not torch.is_grad_enabled():
         return None
     names = list(inspect.signature(module.forward).parameters)  # a script may have replaced it since

@@ -1,16 +1,16 @@
-"""Compiled layers: one ``torch.compile`` for all equal layers, and the layer's own code where that fails.
+"""Compiled layers: one ``torch.compile`` for all equal layers. Where it fails, a layer runs its own code.
 
-Layers that run the same function on parameters of the same names, shapes and dtypes are equal, and share a compiled function
-of module and inputs: dynamo lifts the weights bound to the module into inputs of its graph, so that neither layer nor slot
-matters. Layers that differ in what else the code reads of a module (a window, a flag) get graphs of their own, and so do those
-that record something inside (router logits), which is returned beside the output (:mod:`.output_recorder`).
+Layers are equal if they run the same function on parameters of the same names, shapes and dtypes. They share one compiled
+function of module and inputs: dynamo lifts the weights bound to the module into inputs of its graph, so that neither layer nor
+slot matters. Layers that differ in what else the code reads of a module (a window, a flag) get graphs of their own, and so do
+those that record something inside (router logits), which is returned beside the output (:mod:`.output_recorder`).
 
-What backward computes again the compiler's partitioner decides: at a *memory budget* of 1.0 it saves what backward reads, but
-for what costs nearly nothing, at 0.0 the inputs alone, and between them it gives up first what costs little to compute again
-(``torch._functorch.config.activation_memory_budget``). Attention's results are saved by each budget above 0.0: the partitioner
+The compiler's partitioner decides what backward recomputes. At a *memory budget* of 1.0 it saves what backward reads, except
+what costs nearly nothing. At 0.0 it saves the inputs alone. In between it recomputes first what is cheapest
+(``torch._functorch.config.activation_memory_budget``). Every budget above 0.0 saves attention's results: the partitioner
 judges single tensors, and misses the cost of an operation that has several results. Each budget has a graph of its own, which
-rounds in its own way. In backward other random numbers would be drawn: a graph that draws some saves everything, and where
-memory is short such a layer runs as its own code, which a checkpoint runs again.
+rounds in its own way. A recompute would draw other random numbers. So a graph that draws some saves everything, and where
+memory is short such a layer runs its own code, which a checkpoint runs again.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ from megatrain_accelerate.layers.unpadded_layer import attend_within_samples, ca
 logger = logging.getLogger(__name__)
 
 SMALLEST_LAYER_PARAMETERS = 4_000_000
-"""``auto`` compiles layers of at least so many: kernels of smaller ones take less time than their launches."""
+"""``auto`` compiles layers of at least so many parameters: kernels of smaller ones take less time than their launches."""
 
 MOST_KINDS = 8
-"""Kinds of unequal layers that are compiled; a model in which every layer differs would compile for as many minutes."""
+"""The most kinds of unequal layers to compile: a model in which every layer differs would compile for that many minutes."""
 
 RECOMPILE_LIMIT = 16
-"""Graphs of one kind of layers: masks, attributes, sizes. Dynamo's own limit is 8; one that reads a counter should give up."""
+"""The most graphs of one kind of layers, for different masks, attributes and sizes. Dynamo's limit is 8. A layer that reads
+a counter would need a graph a call, and should give up."""
 
 CANDIDATES = (0.01, 0.1, 0.2, 0.4, 0.6, 0.8)
-"""Budgets that are tried between 0.0 and 1.0; several may give one and the same graph. The smallest saves hardly more than
-attention's results, which cost the most time for their bytes."""
+"""Budgets that are tried between 0.0 and 1.0. Several may give the same graph. The smallest saves hardly more than attention's
+results, which cost the most time for their bytes."""
 
 _FLOPS_PER_BYTE = 200.0
-"""Operations of matrix products that a GPU does while it moves a byte of its memory: about 100 to 250 on all that compute in
-bf16."""
+"""Operations of matrix products that a GPU does while it moves one byte of its memory: about 100 to 250 on GPUs with bf16."""
 
 _ATTENTION_SLOWNESS = 1.5
-"""Time of attention's forward beside a matrix product of as many operations."""
+"""Time of attention's forward, relative to a matrix product of as many operations."""
 
 _LEAST_DIFFERENCE = 0.03
-"""Share of the activations by which two budgets must differ to count as two."""
+"""Share of the activations by which two budgets must differ to count as distinct."""
 
 _KEYS_ALIGNED = 8
 """Attention's kernels take masks whose rows begin at multiples of so many elements."""
@@ -79,7 +79,7 @@ _kind_numbers = itertools.count()
 
 
 def _in_one_line(error: BaseException) -> str:
-    """The exception that the compiler met first, without its pages of advice."""
+    """Describes the exception that the compiler met first, without its pages of advice."""
     inner = getattr(error, "inner_exception", None)
     if isinstance(inner, BaseException) and inner is not error:
         return _in_one_line(inner)
@@ -89,13 +89,13 @@ def _in_one_line(error: BaseException) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryBudget:
-    """A budget and what it does to a layer, relative to 1.0 (saves everything) and 0.0 (computes everything again)."""
+    """A memory budget, and its effect relative to those of 1.0 (saves everything) and 0.0 (recomputes everything)."""
 
     value: float
     saved_share: float
-    """Bytes saved: none more than at 0.0 is 0, as many as at 1.0 is 1."""
+    """Bytes saved: 0 stands for as many as at 0.0, 1 for as many as at 1.0."""
     recompute_share: float
-    """Time of what backward computes again: as much as at 0.0 is 1, as little as at 1.0 is 0."""
+    """Time of the recompute: 1 stands for as much as at 0.0, 0 for as little as at 1.0."""
 
 
 NOTHING = MemoryBudget(0.0, 0.0, 1.0)
@@ -104,22 +104,21 @@ EVERYTHING = MemoryBudget(1.0, 1.0, 0.0)
 
 @dataclasses.dataclass(eq=False)
 class _Kind:
-    """The layers that share a compiled ``function``, at one memory budget. Where ``sizes_vary``, each of its graphs serves all
-    sizes of the inputs that are more than 1."""
+    """Layers that share a compiled ``function`` at one memory budget, for all input sizes above 1 if ``sizes_vary``."""
 
     name: str
     memory_budget: float
     sizes_vary: bool
     gave_up: bool = False
     is_random: bool = False
-    """Whether one of its graphs draws random numbers, or may do so, since nobody can look."""
+    """Whether one of its graphs draws random numbers, or may do so because its backend doesn't let them be inspected."""
     budgets: tuple[MemoryBudget, ...] = ()
-    """Of a kind that saves nothing: the distinct budgets that its layers could be compiled with."""
+    """The distinct budgets that its layers could be compiled with. Known only of a kind whose own budget is 0.0."""
     function: Any = None
 
 
 def _to_compile(forward: Callable[..., Any], channels: set[str]) -> Callable[..., Any]:
-    """The forward of a class, not bound, which also returns what it records in these channels."""
+    """Returns a class's forward, unbound, which also returns what it records in these channels."""
     collector = output_recorder.collector()
 
     def run_layer(module: nn.Module, args: Args, kwargs: Kwargs, samples: tuple[torch.Tensor, ...]) -> Any:
@@ -127,21 +126,21 @@ def _to_compile(forward: Callable[..., Any], channels: set[str]) -> Callable[...
         row = _samples_of_a_row(*samples) if samples else None
         if collector is None:
             return forward(module, *args, **kwargs), recorded, row
-        # Dynamo follows transformers' hooks as long as this is within what it traces.
+        # Set inside what dynamo traces: only there does dynamo follow transformers' hooks.
         token = collector.set(recorded)
         try:
             return forward(module, *args, **kwargs), recorded, row
         finally:
             collector.reset(token)
 
-    # Dynamo keeps graphs and their limit by code object, and what it learnt of dynamic sizes by name. Were the two shared,
+    # Dynamo keeps graphs and their limit by code object, and what it learnt of dynamic sizes by name. If kinds shared these,
     # the second kind's weights would have dynamic sizes.
     code = run_layer.__code__.replace(co_name=f"run_layer_{next(_kind_numbers)}")
     return types.FunctionType(code, run_layer.__globals__, code.co_name, None, run_layer.__closure__)
 
 
 def _draws(node: torch.fx.Node) -> bool:
-    """Whether it draws random numbers. Operations with a probability of zero, attention above all, draw none."""
+    """Whether the node draws random numbers. With a probability of zero, which attention mostly has, it draws none."""
     operation = node.target
     if not isinstance(operation, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
@@ -154,35 +153,34 @@ def _is_attention(node: torch.fx.Node) -> bool:
 
 
 class CompiledLayers:
-    """Runs the layers of one engine compiled where that is ``wanted`` (``megatrain_config.compile_layers``) and works."""
+    """Runs the layers of one engine compiled where ``wanted`` (``megatrain_config.compile_layers``) says so and it works."""
 
     def __init__(self, wanted: bool | str, device: torch.device) -> None:
         self._smallest = SMALLEST_LAYER_PARAMETERS if wanted == "auto" else 0
         # The engine of an estimate, on the meta device, stands for one on a GPU.
         self._is_on = device.type in ("cuda", "meta") if wanted == "auto" else bool(wanted)
         self.backend: str | Callable[..., Callable[..., Any]] = "inductor"
-        """What compiles dynamo's graphs: a name that dynamo knows, or a function."""
+        """What compiles dynamo's graphs: the name of a backend that dynamo knows, or a function."""
         self._kinds: dict[Any, _Kind] = {}
-        # Once for each name and reason.
+        # Cached, to warn once for each name and reason.
         self._note_eager = functools.cache(
             functools.partial(logger.warning, "megatrain: %s isn't compiled and runs as it is (%s)")
         )
         self.is_optional = self._is_on and wanted == "auto"
-        """Whether the plan may do without."""
+        """Whether the plan may decide not to compile."""
         self.pays: bool | None = None
-        """Whether the training is long enough for it; None if that isn't known. Set by the plan where it may do without."""
+        """Whether the training is long enough to repay compiling; None if unknown. Set by the plan if it may decide."""
         self.sizes_vary = False
-        """Whether inputs of layers have other sizes in other batches: set by the plan before a batch runs."""
+        """Whether inputs of layers have other sizes in other batches. Set by the plan before a batch runs."""
         self.compilations = 0
 
     @property
     def may_compile(self) -> bool:
-        """Whether any layer may run compiled."""
         return self._is_on and self.pays is not False
 
     def suits(self, layer: StreamedLayer) -> Captures | None:
-        """What hooks inside the layer take if it may run compiled by the settings, its size and its hooks; else None: dynamo
-        doesn't look whether hooks come and go, and all that those inside may do is record."""
+        """Returns what hooks inside the layer record, if the settings, its size and its hooks let it run compiled; else None.
+        Dynamo doesn't notice hooks that come and go, so those inside may do nothing but record."""
         if layer.experts or not self.may_compile or layer.unit.layout.parameter_count < self._smallest:
             return None
         captures = output_recorder.captures_inside(layer.module)
@@ -191,8 +189,8 @@ class CompiledLayers:
         return captures
 
     def wants(self, layer: StreamedLayer, row: RealTokens | None = None) -> Captures | None:
-        """What :meth:`suits` says if this call, on a ``row`` if there is one, should run compiled; None if as it is."""
-        # A mode that watches operations (a FLOP counter) should see them all; of tiles a graph would hold all tokens at once.
+        """Returns what :meth:`suits` does if this call, on a ``row`` if there is one, should run compiled; else None."""
+        # A mode that watches operations (a FLOP counter) should see them all. A graph would hold all tiles of tokens at once.
         if torch._C._len_torch_dispatch_stack() > 0 or layer.tiles.tile_tokens:
             return None
         captures = self.suits(layer)
@@ -201,13 +199,13 @@ class CompiledLayers:
     def recomputes(
         self, layer: StreamedLayer, captures: Captures, memory_budget: float = 0.0, row: RealTokens | None = None
     ) -> bool:
-        """Whether a layer that :meth:`wants` approved can be compiled so that its backward computes activations again. Until
-        it is compiled nobody knows whether it draws random numbers: such a layer keeps the activations of that one call."""
+        """Whether a layer that :meth:`wants` approved can be compiled so that its backward recomputes activations. Only the
+        compilation tells whether it draws random numbers: if so, that one call keeps its activations."""
         kind = self._kind_of(layer, captures, memory_budget, row)
         return kind is not None and not kind.is_random
 
     def budgets(self, layer: StreamedLayer, captures: Captures, row: RealTokens | None = None) -> tuple[MemoryBudget, ...]:
-        """The distinct budgets of a layer that was compiled with a budget of 0.0; empty if they aren't known."""
+        """Returns the distinct budgets of a layer that was compiled with a budget of 0.0; empty if they aren't known."""
         kind = self._kind_of(layer, captures, 0.0, row)
         return () if kind is None or kind.is_random else kind.budgets
 
@@ -220,45 +218,45 @@ class CompiledLayers:
         memory_budget: float,
         row: RealTokens | None,
     ) -> Any:
-        """Runs the layer's forward with the weights that are bound to it: compiled, or its own code if that fails, or without
-        ``captures``, which :meth:`wants` gave. Called with gradients enabled. The memory budget is less than 1.0 for a layer
-        that :meth:`recomputes` with it. The arguments are batches, or the tokens of ``row``. Raises what the layer's own code
-        raises."""
+        """Runs the layer's forward with the weights that are bound to it, with gradients enabled. It runs compiled, or as the
+        layer's own code if compiling fails or ``captures``, which :meth:`wants` gave, is None. :meth:`recomputes` must have
+        approved a memory budget below 1.0. The arguments are batches, or the tokens of ``row``. Raises what the layer's own
+        code raises."""
         kind = None if captures is None else self._kind_of(layer, captures, memory_budget, row)
         if kind is None or has_mappings(args, kwargs):
             return layer.run(args, kwargs, row)
         samples = () if row is None else (row.begins, row.span)
         for tensor in tensors_in((args, kwargs, samples)) if kind.sizes_vary else ():
-            # Those that the layer's code ties to its weights are fixed again; a size of 1 or 0 always is.
+            # Sizes that the layer's code ties to its weights become static again. Those of 1 and 0 always are.
             torch._dynamo.maybe_mark_dynamic(tensor, [index for index, size in enumerate(tensor.shape) if size > 1])
         try:
             limit = replaced(torch._dynamo.config, "recompile_limit", RECOMPILE_LIMIT)
-            # Autocast's cache is guarded by dynamo, and off in a recompute.
+            # Dynamo guards on autocast's cache, which is off in a recompute.
             with limit, without_autocast_cache(), warnings.catch_warnings():
-                # Dynamo asks inputs for their gradients, and hidden states of a layer in autograd's graph aren't leaves.
+                # Dynamo reads ``.grad`` of inputs, and torch warns since hidden states in autograd's graph aren't leaves.
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
                 output, recorded, _ = kind.function(layer.module, args, kwargs, samples)
             output_recorder.enter([(channel, value) for channel, values in recorded.items() for value in values])
             return output
         except Exception as error:
             if not any(cause.__module__.startswith(_COMPILERS) for cause in type(error).__mro__):
-                raise  # the layer's own code or the device did
+                raise  # by the layer's own code or the device
             reason = _in_one_line(error)
-        # Dynamo has put back what a compilation drew of random numbers (``preserve_global_state`` in its convert_frame.py).
-        # Wrong arguments fail in the compiler too. Then this call raises what the user should see, and nothing is given up.
+        # Dynamo has restored the RNG state from before the compilation (``preserve_global_state`` in its convert_frame.py).
+        # Wrong arguments fail in the compiler too. Then this call raises the layer's own error, and nothing is given up.
         output = layer.run(args, kwargs, row)
         kind.gave_up = True
         self._note_eager(kind.name, reason)
         return output
 
     def _kind_of(self, layer: StreamedLayer, captures: Captures, memory_budget: float, row: RealTokens | None) -> _Kind | None:
-        """The layer's kind; None if it runs as it is, which is said once."""
+        """Returns the layer's kind, or None if it runs its own code, which is logged once."""
         forward = getattr(layer.forward, "__func__", None)
         name = type(layer.module).__name__
         if forward is None or getattr(layer.forward, "__self__", None) is not layer.module:
             self._note_eager(name, "its forward was replaced by something that isn't a method of it")
             return None
-        sizes_vary = self.sizes_vary or row is not None  # no two batches have as many tokens
+        sizes_vary = self.sizes_vary or row is not None  # rows have other numbers of tokens in other batches
         key = (forward, layer.unit.layout.key, captures, row is not None, memory_budget, sizes_vary)
         kind = self._kinds.get(key)
         if kind is None:
@@ -269,17 +267,17 @@ class CompiledLayers:
                 self._note_eager(name, reason)
                 return None
             kind = _Kind(name, memory_budget, sizes_vary)
-            # Dynamo doesn't guard on the budget: what compiles sets it, also when a graph is compiled anew.
+            # Dynamo doesn't guard on the budget: the backend sets it, also when a graph is compiled anew.
             backend = functools.partial(self._compile, kind)
             kind.function = torch.compile(_to_compile(forward, {at[1] for at in captures}), backend=backend, fullgraph=True)
             self._kinds[key] = kind
         return None if kind.gave_up else kind
 
     def _compile(self, kind: _Kind, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
-        """Dynamo's backend: forward and backward of one graph, so that neither can fail later."""
+        """Dynamo's backend: compiles forward and backward of one graph at once, so that neither can fail later."""
         warn_once(f"compiling {kind.name} (half a minute, once for all equal layers; compile_layers: false leaves it out)")
         self.compilations += 1
-        # A second backward finds what it needs. For the whole process, since each one looks at it, on autograd's thread.
+        # Keeps saved buffers for a second backward. Set for the process, since each backward reads it, on autograd's thread.
         if hasattr(torch._functorch.config, "donated_buffer"):
             torch._functorch.config.donated_buffer = False
         settings: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
@@ -291,17 +289,17 @@ class CompiledLayers:
         if self.backend != "inductor":
             kind.is_random = True
         else:
-            # Dropout draws what the layer's own code draws: the run that follows a failure has to repeat it.
+            # Dropout must draw what the layer's own code draws, which has to repeat the run after a failure.
             options["config_patches"] = {"fallback_random": True}
             if kind.sizes_vary and hasattr(torch._inductor.config.triton, "mix_order_reduction"):
-                # With it Inductor makes graphs for few tokens, more, and many, or one that slows down the shortest most.
+                # With it Inductor makes graphs for few, more and many tokens, or a single one that slows the shortest most.
                 options["config_patches"]["triton.mix_order_reduction"] = False
             if kind.memory_budget < 1.0:
                 settings["activation_memory_budget"] = kind.memory_budget
                 options["config_patches"]["joint_custom_pre_pass"] = _looking_at(kind)
                 if kind.memory_budget == 0.0 and hasattr(torch._inductor.config, "custom_partitioner_fn"):
                     options["config_patches"]["custom_partitioner_fn"] = _asking_for_budgets(kind)
-                settings["enable_autograd_cache"] = False  # nobody looks at what is found there
+                settings["enable_autograd_cache"] = False  # a graph found there wouldn't be inspected
         with torch._functorch.config.patch(settings):
             compiled: Callable[..., Any] = torch._dynamo.lookup_backend(self.backend)(graph, inputs, **options)
         return compiled
@@ -309,12 +307,12 @@ class CompiledLayers:
 
 @torch.compiler.allow_in_graph
 def _samples_of_a_row(begins: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
-    """Makes both inputs of a graph: what the layer's own code doesn't read is none."""
+    """Makes both arguments inputs of a graph, of which dynamo drops what the layer's own code doesn't read."""
     return begins.clone()
 
 
 def _keep_attention_within_samples(graph: torch.fx.Graph) -> None:
-    """In the graph of a layer on a row, attention sees the samples (:mod:`.unpadded_layer`)."""
+    """Has attention in the graph of a layer on a row see the samples (:mod:`.unpadded_layer`)."""
     for row in graph.find_nodes(op="call_function", target=_samples_of_a_row):
         begins, span = row.args
         for node in graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention):
@@ -325,8 +323,8 @@ def _keep_attention_within_samples(graph: torch.fx.Graph) -> None:
 
 
 def _pad_keys(graph: torch.fx.Graph) -> None:
-    """Pads attention's keys, values and mask to the next multiple of :data:`_KEYS_ALIGNED` keys; nobody attends to those. Rows
-    of the mask that aren't aligned are copied, by a graph of their own. Not with dropout, whose elements would be others."""
+    """Pads attention's keys, values and mask to the next multiple of :data:`_KEYS_ALIGNED` keys, which nobody attends to. Else
+    rows of the mask that aren't aligned are copied, in a graph of their own. Not with dropout: other elements would drop."""
     names = ("query", "key", "value", "attn_mask", "dropout_p")
     pad = torch.nn.functional.pad
     for node in graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention):
@@ -339,7 +337,7 @@ def _pad_keys(graph: torch.fx.Graph) -> None:
             continue
         with graph.inserting_before(node):
             length = graph.call_method("size", (mask, -1))
-            # At least one: where there may be none, graphs differ.
+            # Pads by at least one key: where there may be none to add, graphs differ.
             blocks = graph.call_function(operator.floordiv, (length, _KEYS_ALIGNED))
             whole = graph.call_function(operator.mul, (blocks, _KEYS_ALIGNED))
             rest = graph.call_function(operator.sub, (length, whole))
@@ -351,8 +349,8 @@ def _pad_keys(graph: torch.fx.Graph) -> None:
 
 
 def _looking_at(kind: _Kind) -> Any:
-    """A pass of Inductor's over the graph of forward and backward, before it is divided into these. One that draws random
-    numbers saves everything; in any other, attention's results are marked to be saved, which a budget of 0.0 ignores."""
+    """Returns a pass of Inductor's over the joint graph of forward and backward, before it is partitioned. One that draws
+    random numbers is to save everything. Attention's results are marked to be saved, which a budget of 0.0 ignores."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Look(CustomGraphPass):
@@ -370,14 +368,14 @@ def _looking_at(kind: _Kind) -> Any:
 
 
 def _asking_for_budgets(kind: _Kind) -> Any:
-    """Inductor's own partitioner, which is asked first what it would do with other budgets."""
+    """Returns Inductor's own partitioner, which first tells what it would do with other budgets."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Ask(CustomPartitionerFn):
         def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
             if not kind.is_random:
-                # An answer is welcome, but the layer compiles without one.
+                # The layer compiles without an answer, too.
                 with warnings.catch_warnings(), contextlib.suppress(Exception):
                     warnings.simplefilter("ignore")
                     kind.budgets = budgets_of(gm, joint_inputs, options)
@@ -386,16 +384,15 @@ def _asking_for_budgets(kind: _Kind) -> Any:
         def uuid(self) -> str:
             return "megatrain_accelerate: memory budgets"
 
-        def __reduce__(self) -> Any:  # it is part of the key under which Inductor keeps what it compiled
+        def __reduce__(self) -> Any:  # part of the key of Inductor's cache
             return str, (self.uuid(),)
 
     return Ask()
 
 
 def budgets_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> tuple[MemoryBudget, ...]:
-    """The distinct budgets of a graph of forward and backward, from 0.0 to 1.0, without compiling anything. The graph is as
-    the partitioner gets it with these ``options``, with a value without data for each node and the marks of attention. It
-    isn't changed."""
+    """Returns the distinct budgets, from 0.0 to 1.0, of a joint graph of forward and backward, which is neither compiled nor
+    changed. It is as the partitioner gets it with these ``options``: nodes have values without data, attention is marked."""
     found = {value: _saved_and_recomputed(graph, inputs, options, value) for value in (0.0, *CANDIDATES, 1.0)}
     (least, most_again), (most, again_in_any_case) = found[0.0], found[1.0]
     if most <= least or most_again <= again_in_any_case:
@@ -414,8 +411,8 @@ def budgets_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict
 def _saved_and_recomputed(
     graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any], value: float
 ) -> tuple[int, float]:
-    """Bytes that a budget saves besides the inputs, and the costs of what it computes again: bytes written, or for matrix
-    products those that the GPU could move meanwhile."""
+    """Returns the bytes that a budget saves besides the inputs, and the cost of what it recomputes: bytes written, or for
+    matrix products the bytes that the GPU could move meanwhile."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     copied = torch.fx.Graph()
@@ -431,7 +428,7 @@ def _saved_and_recomputed(
 
 
 def _storage(node: torch.fx.Node) -> Any:
-    """What a tensor shares with its views; anything else is alone."""
+    """Identifies what a tensor shares with its views. Any other value shares nothing."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
 
@@ -442,7 +439,7 @@ def _bytes(node: torch.fx.Node) -> int:
 
 
 def _concrete(value: Any) -> Any:
-    """A node's value without data, with the sizes of this call in place of sizes that vary: nothing is guarded by them."""
+    """Returns a node's value without data, with this call's sizes in place of symbolic ones, on which no guard is set."""
     if isinstance(value, torch.SymInt):
         return value.node.hint or 1
     if not isinstance(value, torch.Tensor):
@@ -457,19 +454,19 @@ def _costs(node: torch.fx.Node) -> float:
     if _is_attention(node):
         named = named_arguments(node.target, args, kwargs)
         flops = attention_flops(node.name, args)
-        if flops is None:  # samples in one row (T tokens, heads, head size), which come with the longest one's length
+        if flops is None:  # samples in one row (T tokens, heads, head size); argument 6 is the longest one's length
             flops = 4.0 * args[0].numel() * args[6]
         is_causal = named.get("is_causal", named.get("causal"))
         return _ATTENTION_SLOWNESS * flops * (0.5 if is_causal else 1.0) / _FLOPS_PER_BYTE
     formula: Callable[..., Any] | None = flop_registry.get(getattr(node.target, "_overloadpacket", None))
     if formula is not None:
-        with contextlib.suppress(Exception):  # one that torch's formula refuses counts as any other
+        with contextlib.suppress(Exception):  # an operation that torch's formula refuses counts as any other
             return float(formula(*args, **kwargs, out_val=_concrete(node.meta["val"]))) / _FLOPS_PER_BYTE
     return float(_bytes(node))
 
 
 def _missing_in_torch() -> str | None:
-    """Why this version of torch can't be used, or None."""
+    """Says why this version of torch can't compile layers; None if it can."""
     import torch._dynamo
     import torch._functorch.config
 
@@ -479,7 +476,7 @@ def _missing_in_torch() -> str | None:
 
 
 class without_autocast_cache:
-    """Autocast keeps no cast weight: it would outlive its slot."""
+    """While the body runs, autocast caches no cast weight, which would outlive its slot."""
 
     def __enter__(self) -> None:
         self._cached = torch.is_autocast_cache_enabled()
@@ -490,7 +487,7 @@ class without_autocast_cache:
 
 
 def without_saving() -> saved_tensors_hooks:
-    """Autograd saves nothing of what the body computes: for a graph that is dropped at once."""
+    """Returns a context manager under which autograd saves nothing, for a graph that is dropped at once."""
     return saved_tensors_hooks(lambda _: None, _remember)
 
 

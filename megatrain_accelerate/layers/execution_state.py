@@ -1,5 +1,5 @@
-"""What a layer's forward depends on besides its inputs, saved and restored for a recompute: random generators, autocast, the
-modes and forward hooks of the layer's modules, and the buffers that it writes."""
+"""Saves what a layer's forward depends on besides its inputs, and restores it for a recompute: RNG state, autocast, the modes
+and forward hooks of the layer's modules, and the buffers that it writes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Restored = Callable[[], contextlib.AbstractContextManager[None]]
 """Returns a context manager that restores saved state for its block."""
 
 _COPIED_UNSEEN_BYTES = 16 * MIB
-"""In a first forward, when nobody knows yet what it writes: larger ones are masks."""
+"""A layer's first forward copies buffers up to this size, since it isn't known yet which it writes. Larger ones are masks."""
 
 BufferValues = list[tuple[nn.Module, str, torch.Tensor]]
-"""(module, name, copy) of buffers as they were before a run."""
+"""(module, name, copy) of buffers before a run."""
 
 
 def autocast_restored(device_type: str) -> Restored:
@@ -42,7 +42,7 @@ def autocast_restored(device_type: str) -> Restored:
     def entered() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in settings:
-                # Without autocast's cache: it would hold a weight's cast copy when another layer's weights lie in the slot.
+                # Without autocast's cache, which would hold a weight's cast copy when the slot holds another layer's weights.
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
             yield
 
@@ -51,7 +51,7 @@ def autocast_restored(device_type: str) -> Restored:
 
 @contextlib.contextmanager
 def put_in(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Tables of modules (of parameters, buffers, attributes) have these values, each under its name, while the body runs."""
+    """Sets each (dict, key, value) while the body runs, in modules' dicts of parameters, buffers or attributes."""
     before = [(table, name, table[name]) for table, name, _ in entries]
     try:
         for table, name, value in entries:
@@ -63,7 +63,7 @@ def put_in(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]
 
 
 class RngState:
-    """A snapshot of the random generators: torch's (CPU and ``device``), Python's, NumPy's."""
+    """A snapshot of the RNG state of torch (CPU and ``device``), Python and NumPy."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,7 +73,7 @@ class RngState:
         self._numpy = np.random.get_state(legacy=False)  # legacy=False works for every bit generator of NumPy
 
     def restore(self) -> None:
-        """Restores the generators: the next random numbers are those that were drawn after the snapshot."""
+        """Restores the RNG state, so that the next random numbers are those drawn after the snapshot."""
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
@@ -81,7 +81,7 @@ class RngState:
         np.random.set_state(self._numpy)
 
     def has_advanced(self) -> bool:
-        """Whether a number was drawn since, but for NumPy's."""
+        """Whether torch or Python has drawn a random number since. NumPy isn't looked at."""
         now = RngState(self._device)
         pairs = ((now._cpu, self._cpu), (now._cuda, self._cuda))
         return now._python != self._python or any(a is not None and b is not None and not a.equal(b) for a, b in pairs)
@@ -89,7 +89,7 @@ class RngState:
 
 @contextlib.contextmanager
 def rng_state_restored(device: torch.device) -> Iterator[None]:
-    """Restores the generators after the block: ``torch.random.fork_rng()`` for all of them."""
+    """Restores the RNG state after the block, like ``torch.random.fork_rng()`` but also that of Python and NumPy."""
     before = RngState(device)
     try:
         yield
@@ -104,8 +104,8 @@ def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
 
 
 def forward_state_restored(device: torch.device, module: nn.Module) -> Restored:
-    """Saves random state, autocast, modes and hooks, which may all have changed when the layer is recomputed: by an evaluation
-    between forward and backward, or PEFT's hooks for one forward. Hooks on the layer itself run outside what is recomputed."""
+    """Saves RNG state, autocast, modes and hooks. All may have changed when the layer is recomputed, by an evaluation between
+    forward and backward or by hooks that PEFT sets for one forward. Hooks on the layer itself aren't part of a recompute."""
     rng_state, autocast = RngState(device), autocast_restored(device.type)
     modules = [(part, part.training, _hooks(part) if part is not module else None) for part in module.modules()]
 
@@ -125,8 +125,8 @@ def forward_state_restored(device: torch.device, module: nn.Module) -> Restored:
 
 
 class WrittenBuffers:
-    """Buffers that a layer writes while it runs (running statistics, counters), as its forwards show. A recompute begins with
-    those that its forward began with, and leaves no trace in them: with torch/utils/checkpoint.py BatchNorm counts twice."""
+    """Finds the buffers that a layer writes in its forwards (running statistics, counters). A recompute starts from copies of
+    their values before its forward, and leaves no trace in them. With torch/utils/checkpoint.py BatchNorm counts twice."""
 
     def __init__(self, module: nn.Module) -> None:
         self._owners = [owner for owner in module.modules() if owner._buffers]
@@ -134,7 +134,7 @@ class WrittenBuffers:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[BufferValues]:
-        """For a forward: yields what it may write, as it was; afterwards that has only what it has written."""
+        """Yields copies of the buffers that the forward in the body may write. Afterwards the list has only those it wrote."""
         known, buffers = self._written, [(owner, *item) for owner in self._owners for item in owner._buffers.items()]
         present = [(owner, name, buffer, buffer._version) for owner, name, buffer in buffers if buffer is not None]
         kept: BufferValues = [
@@ -143,7 +143,7 @@ class WrittenBuffers:
             if (buffer.nbytes <= _COPIED_UNSEEN_BYTES if known is None else (owner, name) in known)
         ]
         yield kept
-        # Kernels of norms write running statistics without counting it as a write.
+        # Kernels of norms write running statistics without raising the buffer's version.
         written = {
             (owner, name)
             for owner, name, buffer, version in present

@@ -1,12 +1,12 @@
-"""A call of a layer's experts, part by part: the stock forward of their module on the tokens of each part's experts.
+"""A call of a layer's experts, part by part: their module's stock forward runs on the tokens of each part's experts.
 
-T tokens, K choices of each, S = T K pairs, D hidden. Pair number s is choice s % K of token s // K. A part's rows are its
-pairs, as tokens with one choice each, so that whatever implementation the model uses runs on the part as on a module of fewer
-experts. Each row's result goes to its pair's place, and a token's K rows are added up at the end: no sum depends on how many
-parts there are, and nothing is added by atomics.
+T tokens, K choices of each, S = T K pairs, n pairs of one part, D hidden. Pair s is choice s % K of token s // K. A part gets
+its pairs as tokens with one choice each, so that any implementation that the model uses runs on it as on a module of fewer
+experts. Each result is written to its pair's row, and a token's K rows are added up at the end: no sum depends on the number
+of parts, and nothing is added by atomics.
 
-In backward each part is fetched and computed again, like a layer. A recomputed layer doesn't run its experts twice in between:
-what they gave in forward, and the order of the pairs, wait with its inputs (:class:`ExpertResults`).
+In backward each part is fetched and recomputed, like a layer. A recomputed layer doesn't run its experts once more in between:
+their results in forward, and the order of the pairs, are kept with its inputs (:class:`ExpertResults`).
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from megatrain_accelerate.transfer.meter import named_range
 from megatrain_accelerate.transfer.prefetch import Prefetcher
 
 _FULLEST_PART = 1.25
-"""What one part is supposed to get of its even share of the pairs, where there are no data: routers are never quite even."""
+"""Without data, one part is assumed to get so many times its even share of the pairs: routers are never quite even."""
 
 
 @dataclasses.dataclass(eq=False)
 class ExpertStreams:
-    """All experts of a model that stream in parts, of which there may be none."""
+    """What the calls of all experts that stream in parts share. A model may have no such experts."""
 
     prefetcher: Prefetcher
     order: CallOrder
-    """Of the parts, in the passes of the layers."""
+    """The order of the parts, whose passes begin with those of the layers."""
     offloader: GradientOffloader
     anchor: torch.Tensor
-    """A number that requires grad, for calls none of whose inputs does, as above a frozen embedding."""
+    """A number that requires grad, for calls none of whose inputs does (above a frozen embedding, say)."""
     runs_without_data: Callable[[], bool]
-    """Whether layers run on trial, for a plan or a probe."""
+    """Whether layers run in a fake run or a measurement of the plan."""
 
     @contextlib.contextmanager
     def fetched(self, part: ExpertPart, upcoming: Sequence[int], layout_of: ExpertPart) -> Iterator[list[torch.Tensor]]:
-        """A part's weights are on the device while the body issues its kernels; yields them as those of ``layout_of``."""
+        """Yields a part's weights on the device, as those of ``layout_of``, while the body issues its kernels."""
         slot = self.prefetcher.acquire(part, upcoming)
         try:
             yield slot.views(layout_of.unit.layout)
@@ -62,7 +62,7 @@ class ExpertStreams:
             self.prefetcher.release(slot)
 
     def upcoming(self, place: tuple[Tape, int], in_backward: bool, backward_follows: bool) -> Sequence[int]:
-        """The parts that are expected after that of the call at ``place``."""
+        """Returns the parts that are expected after the call at ``place``."""
         count = self.prefetcher.slot_count
         if in_backward:
             return self.order.after_backward(*place, count, not self.offloader.gradients_complete())
@@ -70,8 +70,8 @@ class ExpertStreams:
 
 
 def shown_instead(experts: StreamedExperts) -> list[torch.Tensor] | None:
-    """What somebody has put in the place of the parameters (tensors without data, made-up numbers); None where they are their
-    own. A StateError where one isn't the one that was adopted."""
+    """Returns what stands in for the parameters (tensors without data, made-up numbers), or None if they are in place. A
+    StateError if one isn't the parameter that was adopted."""
     shown: list[Any] = [experts.module._parameters.get(state.name) for state in experts.unit.states]
     if all(tensor is state.parameter for tensor, state in zip(shown, experts.unit.states, strict=True)):
         return None
@@ -89,29 +89,29 @@ class Rows(NamedTuple):
     pairs_n: torch.Tensor
     tokens_n: torch.Tensor
     index_n1: torch.Tensor
-    """Their experts, counted from the part's first: the ``top_k_index`` of tokens with one choice each."""
+    """The pairs' experts, counted from the part's first: the ``top_k_index`` of tokens with one choice each."""
 
     def of(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Their hidden states (n, D) and weights (n, 1), copies."""
+        """Returns copies of the pairs' hidden states (n, D) and weights (n, 1)."""
         return hidden_TD[self.tokens_n], weights_TK.reshape(-1)[self.pairs_n].unsqueeze(1)
 
 
 class Routing(NamedTuple):
-    """The pairs of one call, sorted by expert; of one expert in the order of tokens."""
+    """The pairs of one call, sorted by expert, and those of one expert by token."""
 
     choices: int
     order_S: torch.Tensor
     experts_S: torch.Tensor
     bounds: tuple[int, ...]
-    """Where in the order each part begins, and where the last one ends; pairs behind that have no expert."""
+    """Where in the order each part begins, and where the last one ends. Pairs behind that have no expert."""
 
     @classmethod
     def of(cls, experts: StreamedExperts, index_TK: torch.Tensor) -> Routing:
-        """Sorts the pairs. Waits for the device, to know how many go where; without data that is supposed. ``index_TK`` is
-        ``experts.count`` or more for a pair that goes to no expert."""
+        """Sorts the pairs. Waits for the device to learn how many each part gets; without data that is assumed. ``index_TK``
+        is ``experts.count`` or more for a pair without an expert."""
         sorted_S, order_S = torch.sort(index_TK.reshape(-1), stable=True)
         if isinstance(index_TK, FakeTensor) or index_TK.is_meta:
-            # The first has more than its share, and the others the rest as evenly as they can.
+            # The first part gets more than its share, and the others the rest as evenly as they can.
             pairs, first = order_S.numel(), experts.parts[0].experts.experts
             fuller, others = min(pairs, int(_FULLEST_PART * pairs * first / experts.count)), experts.count - first
             ends = [fuller + (pairs - fuller) * (part.experts.last - first) // others for part in experts.parts[:-1]]
@@ -121,7 +121,7 @@ class Routing(NamedTuple):
         return cls(index_TK.shape[1], order_S, sorted_S, tuple(bounds))
 
     def rows(self, part: ExpertPart) -> Rows | None:
-        """The pairs of the part; None if it has none."""
+        """Returns the pairs of the part, or None if it has none."""
         begin, end = self.bounds[part.place : part.place + 2]
         if begin == end:
             return None
@@ -130,13 +130,13 @@ class Routing(NamedTuple):
         return Rows(pairs_n, torch.div(pairs_n, self.choices, rounding_mode="floor"), index_n1)
 
     def pair_buffer(self, like: torch.Tensor, width: int) -> torch.Tensor:
-        """Memory for one row of ``width`` a pair; zero where no part will write."""
+        """Allocates a row of ``width`` for each pair, zero where no part will write."""
         pairs = self.order_S.numel()
         all_have_an_expert = self.bounds[-1] - self.bounds[0] == pairs
         return (like.new_empty if all_have_an_expert else like.new_zeros)((pairs, width))
 
     def sum_of_choices(self, pairs_SD: torch.Tensor) -> torch.Tensor:
-        """The sum over each token's choices, added in fp32 and rounded once: (T, D)."""
+        """Sums over each token's choices, in fp32, rounded once: (T, D)."""
         return pairs_SD.unflatten(0, (-1, self.choices)).sum(dim=1)
 
 
@@ -145,20 +145,20 @@ _Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class ExpertResults:
-    """The calls of experts in one run of a layer, and what each of them gave, if the run ``keeps`` that for a recompute.
-    Owner: the graph, by way of the layer's checkpoint, until the first backward. Reader: the recompute. ``is_last`` tells
-    whether the backward of this run comes last among those of the layer's call."""
+    """The calls of experts in one run of a layer, with their results if the run ``keeps`` them for a recompute. Owner: the
+    graph, by way of the layer's checkpoint, until the first backward. Reader: the recompute. ``is_last``: the backward of this
+    run comes last among those of the layer's call."""
 
     def __init__(self, keeps: bool = True, is_last: bool = True) -> None:
         self._keeps, self._is_last = keeps, is_last
         self._calls = collections.defaultdict[StreamedExperts, list[_Call]](list)
-        """Those of forward, in order."""
+        """Forward's calls, in order."""
         self._to_come: dict[StreamedExperts, Iterator[_Call]] = {}
-        """While the layer runs again, those of forward that haven't come again."""
+        """While the layer is recomputed, those of forward's calls that haven't been repeated yet."""
 
     @contextlib.contextmanager
     def at_work(self, layer: StreamedLayer, replays: bool) -> Iterator[None]:
-        """The layer runs in the body: for the first time, or, with ``replays``, again."""
+        """While the body runs the layer, its experts' calls belong to this run. ``replays``: it is the recompute."""
         self._to_come = {experts: iter(self._calls[experts]) for experts in layer.experts if replays}
         _at_work.update(dict.fromkeys(layer.experts, self))
         try:
@@ -172,7 +172,7 @@ class ExpertResults:
         return sum(tensor.nbytes for tensor in tensors_in([call.kept for calls in self._calls.values() for call in calls]))
 
     def call(self, streams: ExpertStreams, experts: StreamedExperts) -> _Call:
-        """A call of these experts that begins, or begins again. Raises a StateError if forward had no such call."""
+        """Returns the call of these experts that begins, in a recompute the one of forward. A StateError if that had none."""
         calls = self._calls[experts]
         if experts not in self._to_come:
             calls.append(_Call(streams, experts, self._keeps, self._is_last and not calls))
@@ -187,30 +187,30 @@ class ExpertResults:
 
 
 _at_work: dict[StreamedExperts, ExpertResults] = {}
-"""Those of the runs of layers that are under way with a graph."""
+"""The results of layers that are running with a graph, by their experts."""
 
 
 class _Call:
-    """One call of the experts, computed in forward and maybe again in backward. Raises as :func:`shown_instead` does.
-    ``is_last``: of the calls of these experts in a forward of the model, its backward comes last."""
+    """One call of the experts, computed in forward and maybe again in backward. Raises what :func:`shown_instead` does.
+    ``is_last``: its backward comes last among the calls of these experts in one call of their layer."""
 
     autocast: Restored
-    """Forward's settings, for backward."""
+    """Restores forward's autocast settings in backward."""
 
     def __init__(self, streams: ExpertStreams, experts: StreamedExperts, keeps: bool = False, is_last: bool = True) -> None:
         self.experts, self._streams, self._keeps, self._is_last = experts, streams, keeps, is_last
         self._shown = shown_instead(experts)
         self._streams_parts = self._shown is None and not streams.runs_without_data()
-        """Whether the call is one of a step or an evaluation, and not a trial."""
+        """Whether the call is one of a step or an evaluation, not of a fake run or a measurement."""
         self.kept: tuple[torch.Tensor, Routing] | None = None
-        """The output and the order of the pairs, which was sorted once: it waits for the device."""
+        """The output, and the order of the pairs, since sorting them again would wait for the device."""
         self._version: int | None = None
-        """The unit's in forward; None before."""
+        """The unit's version in forward; None before."""
         self._places: list[tuple[Tape, int]] = []
-        """Where on the tape of a forward each part was called, in order."""
+        """The tape and the position of each part's call in forward, in order."""
 
     def forward(self, inputs: _Inputs, routing: Routing, needs: Sequence[bool] | None) -> torch.Tensor:
-        """The output (T, D), computed or kept; ``needs``: which inputs get a gradient."""
+        """Returns the output (T, D), computed or kept. ``needs``: which inputs get a gradient; None without a graph."""
         if self.kept is not None:
             (output_TD, _), self.kept = self.kept, None
             return output_TD
@@ -219,7 +219,7 @@ class _Call:
         if self._streams_parts:
             self._places = [self._streams.order.record(part.index) for part in self.experts.parts]
         output_TD = self._compute(inputs, routing, needs)
-        self._version = self.experts.unit.version  # not before: the first fetch takes over what somebody wrote
+        self._version = self.experts.unit.version  # only here: the first fetch takes over what somebody wrote
         if self._keeps:
             self.kept = output_TD.clone(), routing  # whoever gets the original may write to it
         return output_TD
@@ -227,10 +227,10 @@ class _Call:
     def _weights(
         self, part: ExpertPart, in_backward: bool, backward_follows: bool
     ) -> contextlib.AbstractContextManager[list[torch.Tensor]]:
-        """A part's weights for the kernels of the body; those of the next parts are on their way."""
+        """Yields a part's weights for the kernels of the body, and prefetches those of the next parts."""
         if self._shown is not None:
             return contextlib.nullcontext([part.experts.of(shown) for shown in self._shown])
-        # On trial all have the weights of the first, the largest: no copy is waited for.
+        # In a fake run or a measurement all parts run with the weights of the first, the largest: no copy is waited for.
         source = part if self._streams_parts else self.experts.parts[0]
         upcoming = self._streams.upcoming(self._places[part.place], in_backward, backward_follows) if self._places else ()
         return self._streams.fetched(source, upcoming, part)
@@ -253,7 +253,7 @@ class _Call:
         rows_nD, weights_n1 = rows.of(*inputs)
         with self._weights(part, False, needs is not None) as weights, contextlib.ExitStack() as stack:
             if needs is not None:
-                # The graph that backward will make, dropped at once: under no_grad torch may run other kernels.
+                # Makes the graph that backward will make, and drops it: under no_grad torch may run other kernels.
                 weights = self._leaves(weights)[0]
                 rows_nD.requires_grad_(needs[0])
                 weights_n1.requires_grad_(needs[1])
@@ -263,7 +263,7 @@ class _Call:
                 return run_part(part, weights, rows_nD, rows.index_n1, weights_n1).detach()
 
     def _leaves(self, weights: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """All of a part's weights, and those that are trained, as leaves."""
+        """Returns all of a part's weights, and those that are trained, as leaves."""
         cut = [weight.detach() for weight in weights]
         pairs = zip(cut, self.experts.unit.states, strict=True)
         return cut, [w.requires_grad_() for w, s in pairs if s.entry.spec.trainable and s.parameter.requires_grad]
@@ -271,7 +271,7 @@ class _Call:
     def backward(
         self, inputs: _Inputs, routing: Routing, gradient_TD: torch.Tensor, needs: Sequence[bool]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Gradients of both inputs; those of the parts leave. A StateError if weights were changed."""
+        """Returns the gradients of both inputs, and offloads those of the parts. A StateError if weights were changed."""
         gradients = None
         if self._streams_parts:
             self.experts.require_version(self._version)
@@ -299,7 +299,7 @@ class _Call:
     def _differentiate_part(
         self, part: ExpertPart, rows: Rows, inputs: _Inputs, gradient_TD: torch.Tensor, needs: Sequence[bool]
     ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor | None]]:
-        """The gradients of a part's inputs that need one, and of its trained parameters."""
+        """Returns the gradients of the part's inputs that need one, and of its trained parameters."""
         rows_nD, weights_n1 = (rows_n.requires_grad_(need) for rows_n, need in zip(rows.of(*inputs), needs, strict=True))
         with self._weights(part, True, False) as weights:
             cut, leaves = self._leaves(weights)
@@ -314,13 +314,13 @@ class _Call:
 
 
 class _ExpertsFunction(torch.autograd.Function):
-    """The node of one call: keeps its inputs, and computes part by part."""
+    """Autograd's node of one call: saves its inputs, and computes part by part."""
 
     @staticmethod
     def forward(
         ctx: Any, call: _Call, routing: Routing, anchor: torch.Tensor, hidden_TD: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        # Autograd holds the pairs' order: what isn't kept of a layer is to go.
+        # The pairs' order is saved by autograd, so that a checkpoint around the layer drops it.
         ctx.save_for_backward(hidden_TD, weights_TK, routing.order_S, routing.experts_S)
         ctx.call, ctx.bounds = call, routing.bounds
         call.autocast = autocast_restored(hidden_TD.device.type)
@@ -336,8 +336,8 @@ class _ExpertsFunction(torch.autograd.Function):
 
 
 def run_experts(streams: ExpertStreams, experts: StreamedExperts, _: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of an experts' proxy, their module: ``experts(hidden_states, top_k_index, top_k_weights)``; may raise an
-    UnsupportedError."""
+    """The forward of an experts' proxy, which is their module: ``experts(hidden_states, top_k_index, top_k_weights)``. An
+    UnsupportedError for other arguments."""
     bound = inspect.signature(experts.forward).bind(*args, **kwargs)
     given = [*bound.args, *bound.kwargs.values()]
     shapes: list[Any] = [tuple(arg.shape) if isinstance(arg, torch.Tensor) else type(arg).__name__ for arg in given]
@@ -362,10 +362,10 @@ def run_experts(streams: ExpertStreams, experts: StreamedExperts, _: nn.Module, 
 def run_part(
     part: ExpertPart, weights: Sequence[torch.Tensor], rows_nD: torch.Tensor, index_n1: torch.Tensor, weights_n1: torch.Tensor
 ) -> torch.Tensor:
-    """The module's own forward, as if it had the part's experts alone, times the weights: (n, D), in the wider dtype."""
+    """Runs the module's own forward as if it had the part's experts alone, times the weights: (n, D), in the wider dtype."""
     experts = part.owner
     own = [(experts.module._parameters, at.name, weight) for at, weight in zip(experts.unit.states, weights, strict=True)]
     with replaced(experts.module, "num_experts", part.experts.experts), put_in(own):
-        # Times one, and the product here: fp32 weights would round each choice before the sum.
+        # Weighted by one here, and by the weights below: the module would round products with fp32 weights before the sum.
         made_nD: torch.Tensor = experts.forward(rows_nD, index_n1, torch.ones_like(weights_n1, dtype=rows_nD.dtype))
     return made_nD * weights_n1

@@ -1,9 +1,9 @@
-"""Streamed layers in autograd's graph: each runs as it is, with views of a slot as weights.
+"""Streamed layers in autograd's graph: each layer's own forward runs with views of a slot as its weights.
 
-The scheme is FSDP2's (``torch/distributed/fsdp/_fully_shard``), but the weights lie in slots that layers share. Autograd saves
-places in a slot instead of weights (:mod:`.saved_tensors`); in backward the first saved tensor that is read brings the layer
-into a slot again, and a hook on the layer's inputs tells when all of its backward has been issued. Whether activations are
-kept, offloaded or computed anew (``torch.utils.checkpoint``) decides what is saved, not how the layer runs.
+The scheme is FSDP2's (``torch/distributed/fsdp/_fully_shard``), but layers share the slots. Autograd saves positions in a slot
+instead of weights (:mod:`.saved_tensors`). In backward, the first saved tensor that is read has the layer fetched into a slot
+again, and a hook on the layer's inputs tells when all of its backward has been issued. Whether activations are kept, offloaded
+or recomputed (``torch.utils.checkpoint``) decides what is saved, not how the layer runs.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from megatrain_accelerate.transfer.streams import WeightSlot
 
 _HELD_ONCE = torch.empty(0)
 _HELD_ONCE_COUNT = sys.getrefcount(weakref.ref(_HELD_ONCE)())
-"""What ``sys.getrefcount`` says of a leaf that the graph alone holds: a tensor with one holder."""
+"""What ``sys.getrefcount`` says of a leaf that only the graph holds: the count of a tensor with one holder."""
 _NOTHING = contextlib.nullcontext()
 _current_task = torch._C._current_graph_task_id
 
 
 class GraphCall:
-    """One call of a layer, or a piece of one, from its forward to the last backward through it.
+    """One call of a layer, or of a piece of its batch, from its forward to the last backward through it.
 
-    Owner: the graph, by way of the leaves, of what is saved and of the hooks on the layer's inputs. It holds none of
-    them itself, so that it goes when the graph goes. ``tape`` and ``position`` say where on its forward pass the call is; it
-    is number ``piece`` of so many ``pieces``, in forward order: 0 of 1 if it is whole.
+    Owner: the graph, by way of the leaves, of what is saved and of the hooks on the layer's outputs. It holds none of them
+    itself, so that it is freed with the graph. ``tape`` and ``position`` say where on its forward pass the call is. It is
+    number ``piece`` of ``pieces``, in forward order: 0 of 1 if it is whole.
     """
 
     def __init__(self, calls: GraphCalls, layer: StreamedLayer, tape: Tape, position: int, piece: int, pieces: int) -> None:
@@ -64,28 +64,28 @@ class GraphCall:
         self.tape, self.position, self.piece, self.pieces = tape, position, piece, pieces
         self.open_forward = tape.open_forward()
         self.running_slot: WeightSlot | None = None
-        """While its forward is being issued, the slot with its weights."""
+        """The slot with its weights while its forward is being issued; else None."""
         self.task = -1
-        """Number of the backward (autograd's graph task) that has begun with it; -1 if none has."""
+        """Number of the backward (autograd's graph task) that has reached this call; -1 if none has."""
         self.is_done = False
-        """Whether that backward has brought all its gradients."""
+        """Whether that backward has delivered all of the call's gradients."""
         self.version = -1
-        """The unit's, in forward."""
+        """The unit's version in forward."""
         self._leaves: list[tuple[int, weakref.ref[torch.Tensor]]] = []
-        """For each weight that was trained in forward: its place among the unit's trainable ones, and the leaf."""
+        """For each weight that was trained in forward: its row among the unit's trainable ones, and the leaf."""
         self._address: int | None = None
-        """Where the weights have to lie in backward, if something that autograd doesn't see refers to the slot of forward. A
-        function of the user's own does that which keeps a weight in an attribute of its context."""
+        """The address at which the weights must be in backward, if something that autograd doesn't see refers to the slot of
+        forward: a user's function that keeps a weight in an attribute of its context. None if any slot will do."""
         self.row: RealTokens | None = None
-        """The tokens of the row that it runs on; None if its arguments are batches."""
+        """The real tokens if it runs on them as one row; None if its arguments are batches."""
         self._captures: Captures | None = None
-        """What it hands out if it runs compiled; None for a layer's own code."""
+        """What hooks inside the layer record if it runs compiled; None if it runs its own code."""
         self._trained = layer.trained_now()
 
     # ------------------------------------------------------------------ forward
 
     def run(self, slot: WeightSlot, args: Args, kwargs: Kwargs) -> Any:
-        """Runs the layer with the weights in ``slot`` as this call's leaves."""
+        """Runs the layer with the weights in ``slot`` as the leaves of this call."""
         calls, layer = self.calls, self.layer
         self.running_slot = slot
         try:
@@ -97,7 +97,7 @@ class GraphCall:
             weights = self._leaves_in(slot)
             self._take_leaves(weights, is_watched=not watched)
             with named_range(f"megatrain::forward ({layer.name})"), slot.read_by(self), without_autocast_cache():
-                if layer.index not in calls.policy.attention_kept:  # attention inside a compiled graph isn't seen
+                if layer.index not in calls.policy.attention_kept:  # a compiled graph hides the attention to keep
                     self._captures = calls.compiled.wants(layer, self.row)
                 output = self._run_by_policy(weights, args, kwargs)
                 output = map_tensors(functools.partial(self._handed_out, watched=watched), output)
@@ -113,20 +113,20 @@ class GraphCall:
             self.running_slot = None
 
     def _watched(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Has :meth:`all_issued` called when the tensor's gradient is known: nothing of this layer is left to run then,
-        since autograd runs what was computed later first."""
+        """Has :meth:`all_issued` called when the tensor's gradient is known. Nothing of this layer is left to run then, since
+        autograd runs first what was computed last."""
         if not tensor.requires_grad or tensor.device != self.calls.device:
             return tensor
         if id(tensor) not in watched:
-            # A leaf lives on, and hooks on it would pile up. The gradients of all pieces are known at once.
+            # A view has a node of its own: hooks on a leaf would pile up, and those on pieces of a tensor all run at once.
             through = tensor.view_as(tensor) if tensor.is_leaf or self.pieces > 1 else tensor
-            # Weakly: the graph below the layer may live longer than the layer's own.
+            # Weakly, since the graph below the layer may live longer than the layer's own.
             through.register_hook(functools.partial(_all_issued, weakref.ref(self)))
             watched[id(tensor)] = watched[id(through)] = through
         return watched[id(tensor)]
 
     def _take_leaves(self, weights: list[torch.Tensor], is_watched: bool) -> None:
-        """Notes whose gradients are to come; if ``is_watched``, no input will tell that the layer's backward is over."""
+        """Notes the leaves that await gradients. Hooks them if ``is_watched``: no input tells when the backward is over."""
         for row, place in enumerate(self.layer.trainable_places):
             if self._trained[place]:
                 weight = weights[place]
@@ -136,7 +136,7 @@ class GraphCall:
                     weight.register_post_accumulate_grad_hook(self.leaf_arrived)
 
     def _leaves_in(self, slot: WeightSlot) -> list[torch.Tensor]:
-        """The layer's weights in the slot, in entry order, as leaves; each with a version of its own (``data``)."""
+        """Returns the layer's weights in the slot, in entry order, as leaves. ``data`` gives each a version of its own."""
         views = slot.views(self.layer.unit.layout)
         pairs = zip(views, self._trained, strict=True)
         return [view.data.requires_grad_() if is_trained else view.data for view, is_trained in pairs]
@@ -145,7 +145,7 @@ class GraphCall:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
         calls.activations.run_begins()
         is_recomputed = policy.is_recomputed(layer.index)
-        # Where inputs make room, results as large mustn't take it.
+        # Where inputs are offloaded to free memory, results of the same size mustn't take it.
         keeps_results = is_recomputed and not policy.offloads_inputs(layer.index)
         self._expert_results = ExpertResults(keeps_results, is_last=self.piece == 0) if layer.experts else None
         budget = policy.budgets[0 if is_recomputed else 1]
@@ -167,17 +167,17 @@ class GraphCall:
         if self._captures is not None:
             return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget, self.row)
         if results is None and self.row is None and not (layer.tiles.tile_tokens or has_mappings(args, kwargs)):
-            return layer.forward(*args, **kwargs)  # what run() comes to
+            return layer.forward(*args, **kwargs)  # all that run() would do
         with _NOTHING if results is None else results.at_work(layer, replays=is_recompute):
             return layer.run(args, kwargs, self.row)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: Args, kwargs: Kwargs) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
         as_in_forward = forward_state_restored(calls.device, layer.module)
-        # A checkpoint is given the tensors one by one.
+        # The checkpoint must get each tensor as an argument of its own.
         tensors, arguments = taken_apart((args, kwargs))
         before: BufferValues = []
-        # What the first run binds; nobody holds it afterwards but the graph.
+        # What the first run binds. It is popped there, so that only the graph holds it afterwards.
         first: list[list[torch.Tensor]] = [weights]
         keeps_attention = layer.index in policy.attention_kept
         leaves = keeps_attention and policy.offloads_inputs(layer.index)
@@ -198,7 +198,7 @@ class GraphCall:
                 bound(layer, self._leaves_in(slot)),
                 as_in_forward(),
                 SavedTensors(calls.prefetcher.at_address).recording(),
-                # On copies of what forward began with.
+                # Copies of the values with which forward began.
                 put_in([(owner._buffers, name, value.clone()) for owner, name, value in before]),
                 named_range(f"megatrain::recompute ({layer.name})"),
                 _NOTHING if attention is None else attention.replaying(),
@@ -207,14 +207,14 @@ class GraphCall:
                 return self._run_layer(args, kwargs, is_recompute=True, memory_budget=0.0)
 
         with no_writes_into(args, kwargs, layer.name), no_writes_to(tensors, layer.name):
-            # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
+            # The body restores RNG states (Python's and NumPy's too), autocast and modes.
             output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
         if leaving is not None:
             calls.activations.send(leaving, self.tape, self.position, self.piece)
         return output
 
     def _handed_out(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
-        """What the layer returns doesn't lie in its slot, and tells when its backward begins."""
+        """Returns an output that doesn't lie in the slot, and has a hook that tells when its backward begins."""
         slots = self.calls.prefetcher.at_address
         if tensor.layout is torch.strided and (slot := slots.get(tensor.untyped_storage().data_ptr())) is not None:
             slot.require_reader()
@@ -224,11 +224,11 @@ class GraphCall:
         return tensor
 
     def _watch_nodes(self, first: int, output: Any) -> None:
-        """Has each node of the output's graph that autograd has made from this number on ask for the slot before it runs."""
+        """Has each node that autograd made for the output from number ``first`` on get the slot before it runs."""
         found = set[torch.autograd.graph.Node]()
         to_see, end = [tensor.grad_fn for tensor in taken_apart(output)[0]], torch._C._autograd._get_sequence_nr()
         for node in to_see:
-            # Those of leaves have the largest number that there is.
+            # Nodes of leaves have the largest number that there is, and are left out.
             if node is not None and node not in found and first <= node._sequence_nr() < end:
                 found.add(node)
                 node.register_prehook(self._begins)
@@ -240,7 +240,7 @@ class GraphCall:
     # ------------------------------------------------------------------ backward
 
     def _require_begun(self, _: torch.Tensor) -> None:
-        """A leaf of a layer whose graph refers to the slot where autograd doesn't see it has its gradient."""
+        """Hook on the leaves of a layer that hides weights from autograd: refuses a backward that didn't pass its outputs."""
         if self.running_slot is None and self.task != _current_task():
             raise UnsupportedError(
                 f"backward went into layer {self.layer.name} from elsewhere than its outputs. A function of it keeps a "
@@ -256,7 +256,7 @@ class GraphCall:
         if self.task == task:
             return
         if self.task != -1:
-            # Another backward comes: one within the one before, or that one has failed.
+            # A second backward: it runs within the first one, or that one has failed.
             found, backward = self.take_gradients(), self.calls.backwards.get(self.task)
             if found and backward is not None:
                 backward.take(self, found, is_complete=False)
@@ -264,18 +264,18 @@ class GraphCall:
         self.task = task
         self.calls.passes.backward_begins()
         self.calls.backwards[task].calls.append(self)
-        # Of layers that come later, too.
+        # Also those of the layers that follow in backward.
         self.calls.activations.bring_back(self.tape, self.position, self.piece)
 
     def slot(self) -> WeightSlot:
-        """The slot with the layer's weights, for kernels that are issued now. A StateError if they aren't those of forward."""
+        """Returns the slot with the layer's weights, for kernels issued now. A StateError if they aren't those of forward."""
         if self.running_slot is not None:  # a backward within the layer's own forward
             return self.running_slot
         if self.task != _current_task():
             self._begin()
         layer, prefetcher = self.layer, self.calls.prefetcher
         slot = prefetcher.leased(layer, self._address)
-        # The leases of two calls of one layer are one, and so are their weights. A closed engine has no slots left.
+        # Calls of one layer share its lease, but perhaps not the version. A closed engine has another one, and no slots.
         if layer.unit.version != self.version:
             layer.require_version(self.version)
         if slot is None:
@@ -283,13 +283,13 @@ class GraphCall:
             together = self.tape.order.together
             slot = prefetcher.acquire(layer, upcoming, together, None if together else self._address)
             if self._address is not None and slot.address != self._address:
-                # All ranks have gathered it into another one; this rank's copy for what autograd doesn't see is its own.
+                # All ranks have gathered it into another slot. What autograd doesn't see needs a copy of this rank's own.
                 prefetcher.release(slot)
                 slot = prefetcher.acquire(layer, (), address=self._address)
             prefetcher.leases[layer.index] = slot
             try:
-                layer.require_version(self.version)  # of weights that were written since, which are taken over by now
-                # A checkpoint inside the layer reads its weights when it computes anew.
+                layer.require_version(self.version)  # again, since acquire() takes over weights that somebody wrote
+                # A checkpoint inside the layer reads the module's weights when it recomputes.
                 slot.leaves = self._leaves_in(slot)
                 for context in (named_range(f"megatrain::backward ({layer.name})"), bound(layer, slot.leaves)):
                     context.__enter__()
@@ -301,7 +301,7 @@ class GraphCall:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[WeightSlot]:
-        """The slot, which no other layer can take while the body runs."""
+        """Yields the slot, which no other layer can take while the body runs."""
         slot = self.slot()
         slot.users += 1
         try:
@@ -310,11 +310,11 @@ class GraphCall:
             self.calls.prefetcher.release(slot)
 
     def _is_complete(self) -> bool:
-        """Whether all leaves that the graph still holds have their gradients: autograd brings each at once."""
+        """Whether all leaves that the graph still holds have gradients, of which autograd brings each in one go."""
         return not [leaf for _, found in self._leaves if (leaf := found()) is not None and leaf.grad is None]
 
     def all_issued(self) -> None:
-        """All of the layer's backward has been issued, as far as a hook can tell."""
+        """Called when all of the layer's backward has been issued, as far as a hook can tell."""
         if self.running_slot is not None:
             return
         self._begin()
@@ -322,18 +322,18 @@ class GraphCall:
         if not self.is_done and (is_complete or self.pieces > 1):
             self._deliver_gradients(is_complete)
             self.is_done = is_complete
-        if self.piece == 0:  # the last one in backward
+        if self.piece == 0:  # the last piece in backward
             self.calls.prefetcher.end_lease(self.layer.index)
 
     def leaf_arrived(self, _: torch.Tensor) -> None:
-        """A leaf has its gradient, of a call whose inputs have none."""
+        """Called when a leaf has its gradient, in a call none of whose inputs gets one."""
         if self.running_slot is None:
             self._begin()
             if self._is_complete():
                 self.all_issued()
 
     def end(self, succeeded: bool) -> None:
-        """The backward is over: gradients of which no input told go too, or count for nothing."""
+        """Called when the backward is over: delivers gradients that no input told of, or drops them if it failed."""
         if not succeeded:
             self.take_gradients()
         elif not self.is_done:
@@ -341,7 +341,7 @@ class GraphCall:
         self.forget()
 
     def forget(self) -> None:
-        """No backward is in this call."""
+        """Ends the lease, and notes that no backward is in this call."""
         self.calls.prefetcher.end_lease(self.layer.index)
         self.task, self.is_done = -1, False
 
@@ -350,7 +350,7 @@ class GraphCall:
         leaves = [(row, found()) for row, found in self._leaves]
         slot = self.calls.prefetcher.leases.get(self.layer.index)
         if slot is not None:
-            # Of a checkpoint inside the layer that runs a backward of its own.
+            # A checkpoint inside the layer that runs a backward of its own accumulates in these.
             leaves += enumerate([slot.leaves[place] for place in self.layer.trainable_places])
         for row, leaf in leaves:
             if leaf is not None and leaf.grad is not None:
@@ -359,7 +359,7 @@ class GraphCall:
         return taken
 
     def _deliver_gradients(self, is_complete: bool) -> None:
-        """Hands over what there is of its gradients; ``is_complete``: no more will come."""
+        """Hands over the gradients that have come. ``is_complete``: no more will come."""
         taken = self.take_gradients()
         if True in [gradient.requires_grad for gradient in taken.values()]:
             raise UnsupportedError(
@@ -377,7 +377,7 @@ def _all_issued(call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
 
 @dataclasses.dataclass(eq=False)
 class GraphCalls:
-    """Runs the layers of one engine that are in autograd's graph, and knows which of their calls are at work."""
+    """Runs the layers of one engine that are in autograd's graph, and knows which of their calls are in a backward."""
 
     passes: Passes
     prefetcher: Prefetcher
@@ -390,18 +390,18 @@ class GraphCalls:
     def __post_init__(self) -> None:
         self.device = self.offloader.streams.device
         self.policy = Placement()
-        """Of the layers' activations; set by the plan."""
+        """Says what becomes of the layers' activations. Set by the plan."""
         self.real: RealTokens | None = None
-        """Of the batch of the forward in progress, the tokens to compute (:mod:`.padding`); None for all."""
+        """The tokens to compute of the current forward's batch (:mod:`.padding`); None for all."""
         self.backwards = collections.defaultdict[int, Backward](lambda: Backward(self.offloader, self.gradient_sums))
-        """Those that are under way, by autograd's number."""
+        """The backwards that are under way, by autograd's number."""
         self.hiding: set[int] = set()
-        """Indices of layers of which a call's graph has referred to the slot where autograd doesn't see it."""
+        """Indices of layers that had a call whose graph refers to the slot where autograd doesn't see it."""
         self._alive: weakref.WeakSet[GraphCall] = weakref.WeakSet()
 
     @property
     def real_in_one_row(self) -> RealTokens | None:
-        """Those, where a plan may take them for one row: of a batch in pieces each piece is one, of other tokens."""
+        """:attr:`real` if a plan may treat it as one row; None for a batch in pieces, each of which is a row of its own."""
         return self.real if self.batch_cut.size is None else None
 
     def run(self, layer: StreamedLayer, tape: Tape, position: int, args: Args, kwargs: Kwargs) -> Any:
@@ -429,7 +429,7 @@ class GraphCalls:
             self.prefetcher.release(slot)
 
     def _run_pieces(self, calls: list[GraphCall], slot: WeightSlot, split: BatchSplit, args: Args, kwargs: Kwargs) -> Any:
-        """The output of a call in pieces, with what was recorded meanwhile joined too."""
+        """Runs a call in pieces, and joins their outputs, and what was recorded meanwhile."""
         name = calls[0].layer.name
         pieces: list[list[torch.Tensor]] = []
         first: Any = None
@@ -453,7 +453,7 @@ class GraphCalls:
         return output
 
     def end(self, task: int, succeeded: bool) -> None:
-        """A backward is over: gradients for which no hook was called go too. What one left that failed counts for nothing."""
+        """Ends a backward: delivers gradients for which no hook was called, or drops those that a failed one left."""
         if task in self.backwards:
             for call in self.backwards[task].calls:
                 if call.task == task:
@@ -463,8 +463,8 @@ class GraphCalls:
                 backward.finish()
 
     def settle(self) -> None:
-        """Before gradients are read as a whole: sends those of which no hook has told: of a tensor, say, that depends on
-        weights alone and wasn't returned."""
+        """Offloads gradients that no hook has told of, before gradients are read as a whole. A tensor that depends on weights
+        alone and wasn't returned leaves such gradients, for example."""
         for call in list(self._alive):
             if call.running_slot is None and call.task == -1 and (found := call.take_gradients()):
                 self.offloader.offload(call.layer, found)

@@ -1,6 +1,6 @@
-"""A streamed layer: a module of the user's model whose weights live in a host unit; and experts of it that stream in parts.
+"""Streamed layers: modules of the user's model whose weights live in a host unit, and their experts that stream in parts.
 
-A part is a range of the experts' parameters (experts, ...), which is fetched, computed and given back for itself.
+A part is a range of the experts' parameters (experts, ...) that is fetched, computed and released on its own.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from megatrain_accelerate.transfer.meter import UpdateGate
 
 
 class StreamedLayer:
-    """A layer (streaming unit) of the model: its module, the host unit of its parameters, and how weights are bound to it.
-    ``index`` is its position among the model's layers, in discovery order."""
+    """A layer of the model: its module, the host unit with its parameters, and how weights are bound to it. ``index`` is its
+    position among the model's layers, in discovery order."""
 
     kind = "layer"
 
@@ -38,7 +38,7 @@ class StreamedLayer:
         self.index, self.name = index, name
         self.module, self.unit = module, unit
         self.forward: Callable[..., Any] = module.forward
-        """The module's own, before a proxy takes its place."""
+        """The module's own forward, before a proxy replaces it."""
         self.gate = UpdateGate()
         self.tiles = TokenTiles.of_layer(module)
         self.unpadded = UnpaddedLayer(module)
@@ -49,60 +49,60 @@ class StreamedLayer:
         self._may_train = [(state.entry.spec.trainable, state.parameter) for state in unit.states]
         self._frozen = [state for state in unit.states if not state.entry.spec.trainable]
         self.experts: tuple[StreamedExperts, ...] = ()
-        """What of the layer streams in parts, with units of its own; see :meth:`leave_to`."""
+        """Experts of the layer that stream in parts, with units of their own; see :meth:`leave_to`."""
         position = {id(state.parameter): place for place, state in enumerate(unit.states)}
         self._known = set(position)
         self._seen: tuple[list[dict[str, Any]], list[Any], list[torch.Tensor]] = [], [], []
-        """The modules' tables of parameters and children, what was in them, and what of that isn't in a unit."""
+        """The modules' tables of parameters and children, their contents at the last check, and which of these no unit has."""
         self.times_bound = 0
-        """How often weights are bound to it now: a checkpoint of the user's runs it again within its backward."""
+        """How many bindings of weights to it are open: a user's checkpoint runs the layer again within its backward."""
         self.bindings: list[tuple[dict[str, nn.Parameter | None], dict[str, torch.Tensor | None], str, int]] = [
             (owner._parameters, owner._buffers, attribute, position[id(parameter)])
             for owner in module.modules()
             for attribute, parameter in owner._parameters.items()
             if parameter is not None and id(parameter) in position
         ]
-        """Where in the module each weight stands: its owner's parameters and buffers, the attribute, the place in the unit."""
+        """Where in the module each weight is: its owner's parameters and buffers, the attribute, the index in the unit."""
         self._adopted = [parameters[attribute] for parameters, _, attribute, _ in self.bindings]
         self._handles = [state.handle for state in unit.states]
 
     def release(self) -> None:
-        """Forgets the parameters' places in the unit's memory, which has been given back."""
+        """Drops the states of the parameters, whose memory in the unit has been given back."""
         for places in (self.trainable, self._handles, self._may_train, self._frozen):
             places.clear()
 
     def leave_to(self, experts: StreamedExperts) -> None:
-        """Parameters of the layer that aren't in its unit are in that of these experts."""
+        """Leaves the layer's parameters that aren't in its unit to these experts, whose unit has them."""
         self.experts = (*self.experts, experts)
         self.has_trainable |= experts.has_trainable
         self._known |= {id(state.parameter) for state in experts.unit.states}
         self._seen = [], [], []
 
     def trained_now(self) -> list[bool]:
-        """Which weights of its unit are trained, in entry order: scripts freeze and unfreeze them at any time."""
+        """Says which weights of the unit are trained, in entry order: scripts freeze and unfreeze them at any time."""
         with unwatched():
             return [may_train and parameter.requires_grad for may_train, parameter in self._may_train]
 
     @property
     def parameter_count(self) -> int:
-        """Parameters of the layer, those of its experts among them."""
+        """Number of the layer's parameters, including those of its experts."""
         return sum(part.unit.layout.parameter_count for part in (self, *self.experts))
 
     def run(self, args: Args, kwargs: Kwargs, row: RealTokens | None = None) -> Any:
-        """Calls the layer's own forward with the weights that are bound to it; see :func:`run_with_mappings`. The arguments
-        are batches, or the tokens of ``row``."""
+        """Calls the layer's own forward with the bound weights (:func:`run_with_mappings`), on batches or ``row``'s tokens."""
         if row is None and not (self.tiles.tile_tokens or has_mappings(args, kwargs)):
-            return self.forward(*args, **kwargs)  # asked first: most calls of a layer end here
+            return self.forward(*args, **kwargs)  # checked first, since most calls end here
         with self.tiles.at_work(args, kwargs), contextlib.nullcontext() if row is None else SampleAttention(row):
             return run_with_mappings(self.forward, args, kwargs)
 
     def show_host_weights(self) -> None:
-        """The parameters' data are the store's weights from now on."""
+        """Makes the store's weights the data of the parameters."""
         for state in self.unit.states:
             state.handle.show(state.weight)
 
     def own_parameters(self) -> list[nn.Parameter | None]:
-        """What is in the places of its parameters, in entry order. A StateError if one isn't the one that was adopted."""
+        """Returns what the module has under its parameters' names, in the order of :attr:`bindings`. A StateError if one isn't
+        the parameter that was adopted."""
         found = [parameters.get(attribute) for parameters, _, attribute, _ in self.bindings]
         if not self.times_bound and any(map(operator.is_not, found, self._adopted)):
             pairs = zip(self.bindings, found, self._adopted, strict=True)
@@ -137,8 +137,8 @@ class StreamedLayer:
                     )
 
     def _unknown_parameters(self) -> list[torch.Tensor]:
-        """The parameters below the module that weren't adopted with it. Each forward asks, and ``parameters()`` is slow:
-        it looks again where a module doesn't hold what it held."""
+        """Returns the parameters below the module that weren't adopted with it. Each forward asks, and ``parameters()`` is
+        slow, so modules are searched again only if one of them holds something else."""
         tables, before, unknown = self._seen
         held = [*itertools.chain.from_iterable(map(dict.values, tables))]
         if not held or len(held) != len(before) or any(map(operator.is_not, held, before)):
@@ -149,7 +149,7 @@ class StreamedLayer:
         return unknown
 
     def require_version(self, version: int | None) -> None:
-        """For a backward: raises a StateError unless the unit still has the version that its forward saw."""
+        """Raises a StateError unless the unit still has the version that a backward's forward saw."""
         if self.unit.version != version:
             raise StateError(
                 f"the weights of {self.kind} {self.name} were changed between forward and backward (by optimizer.step(), a "
@@ -159,7 +159,7 @@ class StreamedLayer:
             )
 
     def refresh_if_written(self) -> None:
-        """Takes over weights that somebody wrote to the parameters since they were last seen (``load_state_dict``)."""
+        """Takes over weights that somebody wrote to the parameters since the last check (``load_state_dict``)."""
         with unwatched():
             written = written_among(self._handles)
         if written:
@@ -171,8 +171,8 @@ class StreamedLayer:
 
 
 class bound:
-    """A layer's module computes with ``weights`` (in entry order) instead of its parameters while the body runs. A StateError
-    if a parameter of it isn't the one that was adopted. A class, since a generator takes several times as long."""
+    """While the body runs, a layer's module computes with ``weights`` (in entry order) instead of its parameters. A StateError
+    if one of these isn't the one that was adopted. A class, since a generator takes several times as long."""
 
     def __init__(self, layer: StreamedLayer, weights: Sequence[torch.Tensor]) -> None:
         self._layer, self._weights = layer, weights
@@ -188,15 +188,15 @@ class bound:
         layer = self._layer
         layer.times_bound -= 1
         for (parameters, buffers, attribute, _), earlier in zip(layer.bindings, self._before, strict=True):
-            # A parametrization for the time of a call (PEFT's target_parameters) puts a weight that is no Parameter
-            # back as a buffer: it would hold the slot's memory, and stand in the way of the next one.
+            # A parametrization that lasts for a call (PEFT's target_parameters) puts a weight that is no Parameter back as
+            # a buffer. That would hold the slot's memory, and be in the way of the next weight.
             if attribute not in parameters:
                 buffers.pop(attribute, None)
             parameters[attribute] = earlier
 
 
 class StreamedExperts(StreamedLayer):
-    """All experts of a layer, whose index they have, in parts of which the first has the index ``first_part``."""
+    """All experts of a layer, with its ``index``, in parts of which the first has the index ``first_part``."""
 
     kind = "experts"
 
@@ -209,7 +209,7 @@ class StreamedExperts(StreamedLayer):
         self._begins: dict[torch.device, torch.Tensor] = {}
 
     def begins(self, device: torch.device) -> torch.Tensor:
-        """int64 numbers on the device: the first expert of each part, and ``count``."""
+        """Returns int64 numbers on the device: the first expert of each part, and ``count``."""
         if device not in self._begins:
             numbers = [part.experts.first for part in self.parts] + [self.count]
             self._begins[device] = torch.tensor(numbers, device=device)
@@ -217,7 +217,7 @@ class StreamedExperts(StreamedLayer):
 
 
 class ExpertPart:
-    """Some of a layer's experts, which stream alone: number ``place`` of the layer's, ``index`` of the model's in forward."""
+    """A range of a layer's experts, which streams alone: number ``place`` in the layer, ``index`` in the model's forward."""
 
     def __init__(self, place: int, index: int, owner: StreamedExperts, experts: ExpertRange) -> None:
         self.place, self.index = place, index

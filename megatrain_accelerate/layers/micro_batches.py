@@ -1,7 +1,7 @@
-"""A layer's call in pieces of its batch: the layer is fetched once and serves all of them.
+"""Runs a layer on pieces of its batch. The layer is fetched once for all of them.
 
-What holds a whole batch is cut along dimension 0, what all samples share goes to every piece; anything else is refused. How
-many samples there are is known from the model's own inputs: hidden states with something else in dimension 0 aren't cut.
+Tensors of the whole batch are cut along dimension 0, and those that all samples share go to every piece. Any other tensor is
+refused. The model's own inputs tell the number of samples: hidden states with another size in dimension 0 aren't cut.
 """
 
 from __future__ import annotations
@@ -20,28 +20,27 @@ from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, taken_apart
 
 
 class BatchCut:
-    """How the layers of a model cut their calls into pieces. One object per engine."""
+    """Decides how the layers of a model cut their calls into pieces. One object per engine."""
 
     def __init__(self, asked: int | None) -> None:
         self.asked = asked
-        """Samples of a piece, as a setting or a joined step wants it; None: no need to cut. A batch that can't be cut is an
-        error then."""
+        """Samples of a piece that a setting or joined step asks for, or None. A larger batch that can't be cut is an error."""
         self.chosen: int | None = None
-        """Samples of a piece by the plan's choice, fewer than are asked for; a batch that can't be cut stays whole."""
+        """Samples of a piece by the plan's choice, fewer than ``asked``. Without ``asked`` what can't be cut stays whole."""
         self._rows: frozenset[int] = frozenset()
         self._cut_before: dict[tuple[str, str], bool] = {}
 
     @property
     def size(self) -> int | None:
-        """Samples of a piece; None for the whole batch."""
+        """Samples of a piece, or None for the whole batch."""
         return self.asked if self.chosen is None else self.chosen
 
     def begin(self, inputs: Any) -> None:
-        """A forward of the model begins. Tensors in ``inputs`` of two dimensions or more have the samples along the first."""
+        """Notes the inputs of a forward of the model that begins. See :func:`rows_of`."""
         self._rows = rows_of(inputs)
 
     def require_samples(self, layer: StreamedLayer, path: str, hidden: torch.Tensor) -> None:
-        """Raises an UnsupportedError unless dimension 0 is surely the batch, of which the layer can take a part."""
+        """Raises an UnsupportedError unless dimension 0 of ``hidden`` is surely the batch and the layer can run on a piece."""
         shape, rows = tuple(hidden.shape), ", ".join(map(str, sorted(self._rows))) or "no"
         if hidden.dim() < 3:
             raise _cannot(layer.name, f"its hidden states have shape {shape}, in which samples can't be told apart")
@@ -65,21 +64,21 @@ class BatchCut:
                 raise _cannot(layer.name, f"its {name} takes statistics of the whole batch")
 
     def is_cut(self, layer: StreamedLayer, path: str, tensor: torch.Tensor, hidden: torch.Tensor) -> bool:
-        """Whether an argument is cut and not whole in all pieces. An UnsupportedError if unsure."""
+        """Whether an argument is cut, rather than passed whole to all pieces. Raises an UnsupportedError if that is unsure."""
         batch, length = hidden.shape[:2]
         place = (layer.name, path)
         if tensor is not hidden:
             if tensor.dim() == 0 or tensor.shape[0] == 1 or "'cache_position'" in path:
                 return False
-            if tensor.dim() == 1 and tensor.shape[0] == length != batch:  # one number a token
+            if tensor.dim() == 1 and tensor.shape[0] == length != batch:  # one number for each token
                 self._cut_before[place] = False
-            # One bias for each head looks like this too: (heads, 1 or T, T).
+            # A bias for each head may have such a shape, too: (heads, 1 or T, T).
             is_bias = tensor.is_floating_point() and tensor.shape[2:] == (length,) and tensor.shape[1] in (1, length)
             is_batch = tensor.shape[0] == batch and (tensor.dim() == 1 or tensor.shape[1] != batch)
-            # Nobody asked for pieces: what isn't surely a mask, positions or states of the samples' tokens leaves them whole.
+            # Where only the plan wants pieces, arguments must surely be masks, positions or states of the samples' tokens.
             is_of_tokens = tensor.dim() > 1 and tensor.shape[1] in (1, length)
             if not is_batch or is_bias or batch == length or (self.asked is None and not is_of_tokens):
-                # As in calls where it could be told.
+                # Earlier calls may have had shapes that left no doubt.
                 if place in self._cut_before and tensor.shape[0] in (batch, length):
                     return self._cut_before[place]
                 raise _cannot(
@@ -92,18 +91,18 @@ class BatchCut:
 
 
 def rows_of(inputs: Any) -> frozenset[int]:
-    """The lengths of dimension 0 of a batch's tensors of two dimensions or more: one of them is the number of samples."""
+    """The sizes of dimension 0 of a batch's tensors of at least two dimensions. One of them is the number of samples."""
     return frozenset(tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim() >= 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchSplit:
-    """How the tensors of one call are cut."""
+    """How the tensors of one call are cut into pieces."""
 
     sizes: tuple[int, ...]
-    """Samples of each piece, in order; the last may be smaller. Empty for a call that isn't cut."""
+    """Samples of each piece, in order. The last may be smaller. Empty for a call that isn't cut."""
     is_split: tuple[bool, ...]
-    """For each tensor among the arguments: cut along dimension 0, or whole for every piece."""
+    """Whether each tensor among the arguments is cut along dimension 0, rather than passed whole to every piece."""
 
     @property
     def count(self) -> int:
@@ -111,12 +110,12 @@ class BatchSplit:
 
     @classmethod
     def of_call(cls, layer: StreamedLayer, args: Args, kwargs: Kwargs, cut: BatchCut) -> BatchSplit:
-        """The split of a layer's call. An UnsupportedError if it isn't certain how to cut a larger batch or some argument. The
-        batch is dimension 0 of the call's first floating tensor of two dimensions or more, the hidden states (B, T, ...)."""
-        if cut.size is None:  # asked first: every call of a layer comes here
+        """The split of a layer's call. Its hidden states (B, T, ...) are its first floating-point tensor of at least two
+        dimensions. Raises an UnsupportedError if more than ``cut.asked`` samples can't be cut for certain."""
+        if cut.size is None:  # checked first, since every call of a layer comes here
             return _WHOLE
         if not (layer.has_trainable or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))):
-            return _WHOLE  # without a graph it takes little memory
+            return _WHOLE  # a call without a graph takes little memory
         paths = tree_flatten_with_path((args, kwargs))[0]
         tensors = [(keystr(path), leaf) for path, leaf in paths if isinstance(leaf, torch.Tensor)]
         found = next(((path, leaf) for path, leaf in tensors if leaf.is_floating_point() and leaf.dim() >= 2), None)
@@ -137,13 +136,13 @@ class BatchSplit:
         return cls(tuple(min(cut.size, batch - begin) for begin in range(0, batch, cut.size)), is_split)
 
     def arguments(self, args: Args, kwargs: Kwargs) -> list[tuple[Args, Kwargs]]:
-        """The arguments of each piece, in autograd's graph; a tensor that is passed twice stays one."""
+        """The arguments of each piece, in autograd's graph. A tensor that is passed twice stays one tensor."""
         tensors, put_together = taken_apart((args, kwargs))
         of_tensor: dict[tuple[int, bool], Sequence[torch.Tensor]] = {}
         columns = []
         for tensor, is_split in zip(tensors, self.is_split, strict=True):
             if (key := (id(tensor), is_split)) not in of_tensor and is_split:
-                # One node for all: each slice's would make a gradient as large as the batch.
+                # One node for all pieces: the node of each slice would make a gradient as large as the batch.
                 of_tensor[key] = tensor.split(self.sizes)
             elif key not in of_tensor:
                 whole = (tensor,) * self.count
@@ -152,11 +151,12 @@ class BatchSplit:
         return [put_together(piece) for piece in zip(*columns, strict=True)]
 
     def first_piece(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """The call's arguments with the tensors of the first piece, which no other is larger than."""
+        """The arguments of the first piece, which is the largest, or those of a call that isn't cut."""
         return self.arguments(args, kwargs)[0] if self.sizes else (args, kwargs)
 
     def whole(self, layer: str, made: tuple[Any, Any]) -> Any:
-        """What a call returns and records, as zeros, from that of its first piece. Raises as :meth:`joined`."""
+        """Zeros in the shapes of what a call returns and records, if ``made`` is that of its first piece. Returns ``made`` for
+        a call that isn't cut. Raises what :meth:`joined` raises."""
         if not self.sizes:
             return made
         self._require_samples(layer, self.sizes[0], tensors_in(made), len(tensors_in(made[0])))
@@ -170,9 +170,8 @@ class BatchSplit:
                 raise _cannot(layer, f"a piece of {size} samples returns a tensor of shape {tuple(tensor.shape)}")
 
     def joined(self, layer: str, pieces: Sequence[list[torch.Tensor]], outputs: int) -> list[torch.Tensor]:
-        """What a call returns from what its pieces return: samples, or for recorded tensors the tokens of samples, in order.
-        The first ``outputs`` of each piece's tensors were returned, the rest recorded. An UnsupportedError where one doesn't
-        have the piece's samples along dimension 0."""
+        """Concatenates the tensors of a call's pieces. The first ``outputs`` of each piece were returned, and have its samples
+        along dimension 0, else this raises an UnsupportedError. The rest were recorded, and have the tokens of its samples."""
         for size, piece in zip(self.sizes, pieces, strict=True):
             self._require_samples(layer, size, piece, outputs)
         return [torch.cat(column) for column in zip(*pieces, strict=True)]
@@ -182,7 +181,7 @@ _WHOLE = BatchSplit((), ())
 
 
 class _Shared(torch.autograd.Function):
-    """A tensor for several pieces, whose gradients are summed in fp32 and rounded once."""
+    """Passes one tensor to several pieces, sums their gradients in fp32 and rounds once."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:

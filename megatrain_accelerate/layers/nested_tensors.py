@@ -1,4 +1,4 @@
-"""Tensors within arguments and results: tuples, lists, dicts and dataclasses are looked through, other objects aren't."""
+"""Finds tensors within arguments and results: in tuples, lists, dicts and dataclasses, but not in other objects."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from torch.utils._pytree import tree_leaves
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-"""Arguments of a call, by place and by name."""
+"""Positional and keyword arguments of a call."""
 
 _HOLD_NOTHING = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 
 
 def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[type, ...] = torch.Tensor) -> Any:
-    """Replaces each tensor (or object of ``kind``), in order, by what ``change`` returns for it; a container in which nothing
-    changes keeps its identity."""
+    """Replaces each tensor (or object of ``kind``), in order, by ``change(it)``. Unchanged containers keep their identity."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (tuple, list)):
@@ -44,12 +43,12 @@ def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[typ
 
 
 class _Place(int):
-    """Stands for the tensor of this number."""
+    """Stands for the tensor with this index."""
 
 
 def taken_apart(value: Any, kind: type = torch.Tensor) -> tuple[list[Any], Callable[[Any], Any]]:
-    """The tensors (or objects of ``kind``) that :func:`map_tensors` finds, in order; and what puts those of a list in their
-    places, and holds none."""
+    """The tensors (or objects of ``kind``) that :func:`map_tensors` finds, in order, and a function that puts others in their
+    places. The function holds none of the tensors."""
     found: list[Any] = []
 
     def take(item: Any) -> _Place:
@@ -62,7 +61,7 @@ def taken_apart(value: Any, kind: type = torch.Tensor) -> tuple[list[Any], Calla
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of a tree (:mod:`torch.utils._pytree`), in order."""
-    # Every operation of a run without data comes here, and torch's own walk takes several times as long.
+    # Every operation of a fake run calls this, and torch's own traversal takes several times as long.
     kind = type(tree)
     if isinstance(tree, torch.Tensor):
         return [tree]

@@ -1,4 +1,4 @@
-"""Side outputs of a layer's inner modules, such as router logits: transformers 5 collects them with hooks in a context
+"""Side outputs of a layer's inner modules, such as router logits. transformers 5 collects them with hooks in a context
 variable, by channel (transformers/utils/output_capturing.py)."""
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from megatrain_accelerate.hooks import HOOKS, has_global_hooks, has_hooks_inside
 _MODULE = "transformers.utils.output_capturing"
 
 Captures = tuple[tuple[str, str, int], ...]
-"""What transformers' hooks inside a layer record at one call: the inner module's name, the channel, and the output's index if
-it returns a tuple. Empty if nothing is recorded."""
+"""What transformers' hooks inside a layer record in one call: the inner module's name, the channel, and the index of the
+output if the module returns a tuple. Empty if nothing is recorded."""
 
 Recorded = list[tuple[str, Any]]
-"""Pairs of channel and value, in order of recording within each channel; most values are tensors."""
+"""Pairs of channel and value, in order of recording within each channel. Most values are tensors."""
 
 
 def collector() -> Any:
-    """transformers' context variable; None in versions that hand such tensors through the layers' return values."""
-    return getattr(sys.modules.get(_MODULE), "_active_collector", None)  # whoever has such hooks has loaded it
+    """Returns transformers' context variable; None in versions that pass such tensors on as layers' return values."""
+    return getattr(sys.modules.get(_MODULE), "_active_collector", None)  # who has such hooks has loaded the module
 
 
 def channels() -> dict[str, list[Any]]:
-    """What transformers' capturing hooks have recorded in the forward that is under way, by channel."""
+    """Returns what transformers' hooks have recorded in the forward that is under way, by channel."""
     found = collector()
     collected = (None if found is None else found.get()) or {}
     return {key: values for key, values in collected.items() if isinstance(values, list)}
@@ -37,7 +37,7 @@ def channels() -> dict[str, list[Any]]:
 
 @contextlib.contextmanager
 def apart() -> Iterator[Recorded]:
-    """Diverts what the block records into the list that it yields, which is filled when the block ends."""
+    """Yields a list that gets what the block records, instead of the channels. It is filled when the block ends."""
     recorded: Recorded = []
     lists = [(key, values, len(values)) for key, values in channels().items()]
     try:
@@ -49,7 +49,7 @@ def apart() -> Iterator[Recorded]:
 
 
 def enter(recorded: Recorded) -> None:
-    """Records these values in the place of a layer or a hook that isn't run now, as far as their channels are recorded."""
+    """Records the values of a layer or a hook that isn't run, as far as their channels are being recorded."""
     now = channels()
     for key, value in recorded:
         if key in now:
@@ -57,7 +57,7 @@ def enter(recorded: Recorded) -> None:
 
 
 def captures_inside(module: nn.Module) -> Captures | None:
-    """The captures inside the module (not on it); None if hooks there do anything else."""
+    """Returns the captures inside the module (not on it), or None if hooks there do anything else."""
     if has_global_hooks():
         return None
     if not has_hooks_inside(module):
@@ -74,5 +74,5 @@ def captures_inside(module: nn.Module) -> Captures | None:
             known = inspect.getclosurevars(hook).nonlocals
             if known["key"] in now:
                 captures.append((name, known["key"], known["index"]))
-    # Of hidden states a hook takes the first module's input as well, or leaves some out: by how many there are.
+    # A hook for hidden states also takes the first module's input, or leaves some states out, depending on their number.
     return None if any(channel == "hidden_states" for _, channel, _ in captures) else tuple(captures)

@@ -37,8 +37,8 @@ class _EndOfBackward:
 
 
 class Passes:
-    """Follows the calls of a model's layers, and says which come next. The ``watch`` ends when a backward begins; ``on_end``
-    is called with autograd's number of one that has ended, and whether it succeeded."""
+    """Follows the calls of a model's layers, and predicts the next ones. The ``watch`` ends when a backward begins. ``on_end``
+    is called with autograd's number of a backward that has ended, and whether it succeeded."""
 
     def __init__(
         self,
@@ -50,26 +50,26 @@ class Passes:
         on_end: Callable[[int, bool], None],
     ) -> None:
         self.order, self._order_of_all = (CallOrder(len(layers), together=together) for together in (False, True))
-        """The first is of what this rank may do alone."""
+        """The order of what this rank may do alone, and that of passes that all ranks make together."""
         self.is_together = False
-        """Whether the forward in progress is one in which all ranks gather weights."""
+        """Whether all ranks gather weights in the forward in progress."""
         self._last_layer, self._groups = layers[-1], groups
         self._prefetcher, self._offloader, self._watch, self._on_end = prefetcher, offloader, watch, on_end
         self._task: int | None = None
         """Autograd's number of the backward that is under way."""
         self._tape: Tape | None = None
-        """Of the forward to which that backward belongs."""
+        """The tape of the forward to which that backward belongs."""
         self.open: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         """Forward passes whose backward is still to come."""
         self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
 
     def begin_forward(self) -> None:
-        """A forward of the whole model begins."""
+        """Called when a forward of the whole model begins: the next call of a layer begins a new pass."""
         for order in (self.order, self._order_of_all):
             order.end_pass()
 
     def begin_together(self) -> None:
-        """All ranks gather weights in this forward: those of residents before the layers first."""
+        """Has all ranks gather weights in this forward, first those of residents before the layers."""
         self.is_together = True
         self._gather([group for group in self._groups if group.layers_before <= self._last_layer.index])
 
@@ -80,14 +80,14 @@ class Passes:
                 group.gather(self._prefetcher.gather)
 
     def record(self, layer: StreamedLayer) -> tuple[Tape, int, OpenForward]:
-        """Notes a forward call that has a graph: returns its place, and a mark that the graph is to hold, to die with it."""
+        """Notes a forward call that has a graph. Returns its tape and position, and a mark that only the graph is to hold."""
         tape, position = (self._order_of_all if self.is_together else self.order).record(layer.index)
         open_forward = tape.open_forward()
         self.open.add(open_forward)
         return tape, position, open_forward
 
     def wait_for_head(self, layer: StreamedLayer) -> None:
-        """Some read the head's weight without calling the head (Liger, TRL): behind the last layer it must be valid."""
+        """Waits for residents before the last layer: some code reads the head's weight without its call (Liger, TRL)."""
         if layer is self._last_layer:
             if self.is_together:
                 self._gather(self._groups)
@@ -95,16 +95,16 @@ class Passes:
                 group.wait_for_step()
 
     def after_backward(self, tape: Tape, position: int) -> Sequence[int]:
-        """Notes that the backward of a call has begun; returns the indices of the layers that are expected after it."""
+        """Notes that the backward of a call has begun. Returns the indices of the layers that are expected after it."""
         self._tape = tape
         if tape.order.together:
-            self._prefetcher.let_go()  # of layers that one rank may hold since the forward
+            self._prefetcher.let_go()  # of layers that this rank may hold since the forward
         self._in_this_backward.add(tape.open_forward())
         forward_follows = not self._offloader.gradients_complete()
         return tape.order.after_backward(tape, position, self._prefetcher.look_ahead, forward_follows)
 
     def backward_begins(self, of_forward: OpenForward | None = None, *_: torch.Tensor) -> None:
-        """Something of a backward runs, of that forward; the first time, what is to be done at its end is noted."""
+        """Called when a backward runs, of this forward if it is known. The first call registers what is done at its end."""
         if of_forward is not None:
             self._in_this_backward.add(of_forward)
         task = torch._C._current_graph_task_id()
@@ -114,7 +114,7 @@ class Passes:
             Variable._execution_engine.queue_callback(_EndOfBackward(self._on_end, task))
 
     def backward_ends(self, task: int, succeeded: bool) -> None:
-        """A backward is over, or an exception ended it. Other forwards may wait for one of their own."""
+        """Called when a backward is over, or an exception ended it. Other forwards may wait for one of their own."""
         if succeeded:
             self.open -= self._in_this_backward
             (self.order if self._tape is None else self._tape.order).end_pass()

@@ -1,4 +1,4 @@
-"""What becomes of the activations of each layer between its forward and its backward, and where units live."""
+"""What becomes of each layer's activations between its forward and its backward, and where units live."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ class Placement:
     """Sets of layer indices. A layer in none of them is streamed and recomputed."""
 
     kept: frozenset[int] = frozenset()
-    """Activations stay on the device until backward."""
+    """Layers whose activations stay on the device until backward."""
     offloaded: frozenset[int] = frozenset()
-    """Activations wait in host memory until backward."""
+    """Layers whose activations wait in host memory until backward."""
     offload_spacing: int = 1
-    """Layers from one offloaded layer to the next: while those between compute, the link has time for its copies."""
+    """Distance from one offloaded layer to the next: while the layers in between compute, the link has time for its copies."""
     attention_kept: frozenset[int] = frozenset()
-    """Recomputed layers whose attention isn't computed again: its results wait until backward."""
+    """Recomputed layers that don't run attention again: its results are kept until backward."""
     inputs_offloaded: frozenset[int] = frozenset()
-    """Layers whose inputs wait in host memory until backward, if they are recomputed, and with them what else these save: kept
-    results of attention, or what a compiled layer's memory budget spares of the recompute."""
+    """Recomputed layers whose inputs wait in host memory until backward, and with them what else these layers save: kept
+    results of attention, or what a compiled layer's memory budget saves. Layers that aren't recomputed don't count."""
     budgets: tuple[float, float] = (0.0, 1.0)
-    """Memory budgets of compiled layers, from 0 (saves the inputs alone) to 1 (saves everything): of those that are neither
-    kept nor offloaded, and of those that are."""
+    """Memory budgets of compiled layers, from 0 (saves the inputs alone) to 1 (saves everything): first that of recomputed
+    layers, then that of kept and offloaded ones."""
     on_device: frozenset[int] = frozenset()
-    """Weights, masters and moments live on the device."""
+    """Layers whose weights, masters and moments live on the device."""
     groups_on_device: bool = False
-    """So do those of the parameters outside the layers."""
+    """Whether those of the parameters outside the layers live there, too."""
     states_on_device: frozenset[int] = frozenset()
     """Layers that live on the host and are stepped on the device, where each process has the masters and moments of its share.
-    If there are any, so are the parameters outside the layers, unless all of these live on the device."""
+    If there are any, parameters outside the layers are stepped there, too, unless these live on the device."""
 
     def is_recomputed(self, index: int) -> bool:
-        """Whether the layer's activations neither stay nor wait in host memory."""
+        """Whether the layer's activations are neither kept nor offloaded."""
         return not (index in self.kept or index in self.offloaded)
 
     def offloads_inputs(self, index: int) -> bool:
-        """Whether the layer is recomputed, and its inputs go to the host until then."""
+        """Whether the layer is recomputed, and its inputs are offloaded until then."""
         return index in self.inputs_offloaded and self.is_recomputed(index)

@@ -1,6 +1,6 @@
 """Resident groups: parameters outside the layers (embeddings, final norm, head), whose weights stay on the device. Masters and
-moments live on the host like everybody's, unless the plan moves the whole unit to the device. Gradients are autograd's own,
-on the device, and leave it when the optimizer steps."""
+moments live on the host, as those of layers do, unless the plan moves the whole unit to the device. Autograd accumulates their
+gradients on the device, from where they are copied to the host before the step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from megatrain_accelerate.transfer.streams import Streams
 
 
 class ResidentGroup:
-    """One module's own parameters, outside all layers, which stand behind ``layers_before`` of them. After each step the
-    device's copy is brought up to date from the unit's weights on the host, or by a gather, if several ranks have each stepped
-    a share on a device."""
+    """One module's own parameters outside all layers, behind ``layers_before`` of these. After each step its weights on the
+    device are copied from the unit's on the host, or gathered if several ranks have each stepped a share on a device."""
 
     def __init__(self, name: str, unit: HostUnit, layers_before: int, *, streams: Streams, meter: Meter) -> None:
         self.name, self.unit, self.layers_before = name, unit, layers_before
@@ -29,24 +28,24 @@ class ResidentGroup:
         self._streams, self._meter = streams, meter
         self._params_copied_event = streams.event()
         self._device_weights: list[torch.Tensor] = []
-        """In entry order."""
+        """The weights on the device, in entry order."""
         self._buffer: torch.Tensor | None = None
-        """Of a group that several ranks share, and that lives on the host: the device's copy of its weights, flat."""
+        """The flat memory of these, for a group on the host that several ranks share; else None."""
         self._is_stale = False
-        """Whether this rank's copy is older than the last step."""
+        """Whether this rank's weights on the device are older than the last step."""
         self._is_ungathered = False
-        """Whether the ranks have yet to gather the weights of that step. One that has copied them from the host since must
-        take part all the same."""
+        """Whether the ranks have yet to gather the weights of the last step. A rank that has copied them from the host since
+        must take part all the same."""
         self._readers_finished: Any = None
-        """Recorded when the step was taken, before anything reads the weights after it."""
+        """Event behind the kernels that read the weights of before the step, recorded when the step was taken."""
         self.show_device_weights()
 
     def show_device_weights(self) -> None:
-        """The parameters' data and gradients are on the device, where they compute; called when the unit has moved, too."""
+        """Puts the parameters' data and gradients on the device, where they compute. Also called when the unit has moved."""
         on_device = self.unit.is_on_device
         self._is_stale = self._is_ungathered = False
         own = None, [state.weight for state in self.unit.states]
-        # Copies also where the device is the CPU: what computes and what is stepped must not be one there either.
+        # Copies even where the device is the CPU: there, too, a step mustn't write to the memory that computes.
         self._buffer, self._device_weights = own if on_device else self.unit.weights_on(self._streams.device)
         for state, weight in zip(self.unit.states, self._device_weights, strict=True):
             is_sum, gradient = state.handle.has_fp32_sum, state.parameter.grad
@@ -61,7 +60,7 @@ class ResidentGroup:
         return sum(state.parameter.nbytes for state in self.unit.states)
 
     def wait_for_step(self) -> None:
-        """Kernels issued after this call read the stepped weights. Raises if the step failed."""
+        """Makes kernels that are issued afterwards read the stepped weights. Raises if the step failed."""
         start = time.perf_counter()
         self._meter.wait_for_step(self.name, self.gate)
         if self._is_stale:
@@ -74,7 +73,7 @@ class ResidentGroup:
         self._meter.compute_waits_for(self._params_copied_event, Cause.H2D, late_ms)
 
     def announce_push(self) -> Any:
-        """Called when a step is taken: counts the copies to come; returns the event for :meth:`push_weights`."""
+        """Called when a step is taken: counts its copies. Returns the event for :meth:`push_weights`."""
         self._meter.counters.h2d_bytes += self.device_bytes
         return self._readers_finished_event()
 
@@ -85,14 +84,13 @@ class ResidentGroup:
         return event
 
     def note_ungathered(self) -> None:
-        """Called instead of :meth:`announce_push` when several ranks step shares on their devices: each has a part of the new
-        weights."""
+        """Called instead of :meth:`announce_push` if ranks step shares on their devices: each has a part of the weights."""
         self._is_stale = self._is_ungathered = True
         self._readers_finished = self._readers_finished_event()
 
     def gather(self, gather: Gather) -> None:
-        """All ranks gather the weights of a step that :meth:`note_ungathered` told of, together, whether or not this rank has
-        copied them from the host since."""
+        """Has all ranks gather the weights of a step that :meth:`note_ungathered` told of, whether or not this rank has copied
+        them from the host since."""
         buffer = self._buffer
         if not self._is_ungathered or buffer is None:
             return
@@ -120,7 +118,7 @@ class ResidentGroup:
             self._params_copied_event.record(h2d_stream)
 
     def refresh_if_written(self) -> None:
-        """Takes over weights that somebody wrote to the device's parameters (``load_state_dict``)."""
+        """Takes over weights that somebody wrote to the parameters on the device (``load_state_dict``)."""
         for state, weight in zip(self.unit.states, self._device_weights, strict=False):  # a closed unit has no states
             handle = state.handle
             if handle.is_written:
@@ -130,7 +128,7 @@ class ResidentGroup:
                     weight.copy_(state.weight)
                 handle.show(weight)
             elif not handle.is_shown:
-                handle.show(weight)  # instead of another store's copy, which may lie elsewhere
+                handle.show(weight)  # instead of another store's copy, which may be elsewhere
 
 
 Part = StreamedLayer | ResidentGroup

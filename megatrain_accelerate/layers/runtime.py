@@ -1,4 +1,4 @@
-"""The running engine of one prepared model: order of layers, begin and end of a backward, gradients as a whole."""
+"""The runtime of one prepared model: forwards and backwards of its layers, where its units live, its gradients as a whole."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ from megatrain_accelerate.transfer.streams import Streams, WeightSlot
 from megatrain_accelerate.units import MIB
 
 TOKENS_BETWEEN_LOOKS = 16
-"""Tokens of a generation from one look at free memory and at writes to weights to the next: asking the driver takes time,
+"""In a generation, free memory and writes to weights are checked once in this many tokens: asking the driver takes time,
 caches grow little, and nobody is expected to write between two tokens."""
 
 _running: weakref.WeakSet[StreamingRuntime] = weakref.WeakSet()
 
 
 def streamed_among(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of the parameters that are in the host store of any model."""
+    """Returns those of the parameters that are in the host store of any model."""
     running = list(_running)
     return [p for p in parameters if any(runtime.state_of(p) is not None for runtime in running)]
 
 
 def forwards_are_open() -> bool:
-    """Whether a forward of any model waits for its backward."""
+    """Whether any model has a forward whose backward is still to come."""
     return any(runtime.open_forwards for runtime in list(_running))
 
 
@@ -71,8 +71,8 @@ LayerRunner = Callable[[StreamedLayer, Args, Kwargs], Any]
 
 
 class StreamingRuntime:
-    """Streams, slots, worker and gradients of one model: its ``layers`` by index, with those of their experts that stream in
-    parts, and its ``groups`` in model order."""
+    """The streams, slots, step worker and gradients of one model. Its ``layers`` are given by index, with their experts that
+    stream in parts, its ``groups`` in model order."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class StreamingRuntime:
         shared: SharedStore | None = None,
     ) -> None:
         self.shared, self.ranks = shared, None if shared is None else shared.ranks
-        """Those that train the model together; None with one process."""
+        """The store that ranks share, and the ranks that train the model together. None with one process."""
         self.layers, self.groups = list(layers), list(groups)
         self.experts = [experts for layer in self.layers for experts in layer.experts]
         self.parts: list[Part] = [*self.layers, *self.experts, *self.groups]
@@ -103,19 +103,19 @@ class StreamingRuntime:
             layouts, of_experts, of_parts, self.worker, meter, self.norms, self.sums, passes=passes, shared=shared
         )
         self.steppers = self.offloader.steppers
-        self.outside_tiles = TokenTiles(())  # of norms outside the layers
-        # The stand-in's memory costs no registering, and its models are tiny.
+        self.outside_tiles = TokenTiles(())  # for norms outside the layers
+        # On the CPU stand-in memory needn't be page-locked, and models are tiny.
         segment_bytes, limit = 256 * MIB if streams.is_cuda else MIB, config.host_memory_gib
         pool = HostPool(segment_bytes, kernels=kernels, register=streams.is_cuda, host_memory_gib=limit)
         self.activations = ActivationOffloader(pool, meter)
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), groups_on_device=False)
-        """Brings all states to the host; set by the plan."""
+        """Moves all units and their states to the host, for an optimizer that works there alone. Set by the plan."""
         self.compiled = CompiledLayers(config.compile_layers, streams.device)
         self.gradient_sums = GradientSums(streams.device, layouts)
         self.batch_cut = BatchCut(config.micro_batch_size)
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
         self.watch = Watch((state.parameter for state in self._states.values()), weakly(self.settle))
-        """Of the parameters, from a step, a clipping or a backward that others follow to the next forward."""
+        """On after a step, a clipping or a backward that isn't the last before a step, until the next backward begins."""
         self.passes = Passes(
             self.layers, self.groups, self.prefetcher, self.offloader, self.watch, weakly(self._backward_is_over)
         )
@@ -128,13 +128,13 @@ class StreamingRuntime:
         self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
         self.outside = OutsideGradients(self.units, self.offloader)
         self.steps_taken = 0
-        """Optimizer steps so far, without those that were skipped."""
+        """Optimizer steps so far. Skipped ones don't count."""
         self.fake_run: LayerRunner | None = None
-        """What runs the layers on trial, for a plan or a probe."""
+        """Runs the layers in a fake run or a measurement of the plan. None while they stream."""
         self._all_held: dict[int, WeightSlot] = {}
-        """In a forward of the model in which all layers run as plain modules do, their slots by index; else nothing."""
+        """All layers' slots by index, during a forward without a graph in which layers run as plain modules; else empty."""
         self._tokens = 0
-        """Of a generation, since something was looked at that isn't before each of them."""
+        """Forwards in a row that each computed one more token of a generation, see :meth:`looks_before`."""
         self.clipping = Clipping(self.norms, self.sums, self._states)
         self.expert_streams = ExpertStreams(
             Prefetcher(parts, config.placement.slots, meter),
@@ -144,13 +144,13 @@ class StreamingRuntime:
             lambda: self.fake_run is not None,
         )
         self.states_on_device = StatesOnDevice(streams, self.worker, kernels, shared)
-        if streams.is_cuda:  # else each of its launches would go by the first GPU, with a context there
+        if streams.is_cuda:  # else each of the worker's launches would go by the first GPU, and make a context there
             self.worker.submit("the device", functools.partial(torch.cuda.set_device, streams.h2d_stream.device_index))
         _running.add(self)
 
     @property
     def token_tile(self) -> int:
-        """Tokens of a tile in which parts of the layers, and norms outside them, run; 0 for none."""
+        """Tokens of a tile in which token-wise parts of the layers, and norms outside them, run; 0 for no tiles."""
         return self.outside_tiles.tile_tokens
 
     @token_tile.setter
@@ -165,30 +165,30 @@ class StreamingRuntime:
 
     @property
     def promised_bytes(self) -> int:
-        """Host memory that will be needed and isn't made yet, see :meth:`HostUnit.promise`."""
+        """Host memory that will be needed and isn't allocated yet, see :meth:`HostUnit.promise`."""
         return self.offloader.promised_bytes + sum(unit.promised_bytes for unit in self.units)
 
     def in_forward_order(self) -> list[Part]:
-        """The parts in the order in which the next forward needs them, and in which they are stepped: layers, the experts of
-        each behind it, and groups between the layers that they stand between."""
+        """All parts in the order in which the next forward needs them, which is that of their steps: the experts of a layer
+        behind it, groups where they stand among the layers."""
         parts: list[Part] = [*self.groups, *self.layers, *self.experts]
         return sorted(parts, key=lambda part: part.layers_before if isinstance(part, ResidentGroup) else part.index)
 
     @property
     def gradients_leave(self) -> bool:
-        """Whether any gradient of a layer goes to the host."""
+        """Whether gradients of any layer are offloaded to the host."""
         return any(not layer.unit.is_on_device for layer in self.layers) or any(at.has_trainable for at in self.experts)
 
     def state_of(self, parameter: torch.Tensor) -> ParameterState | None:
-        """The parameter's place in the host store, or None if it isn't this model's."""
+        """Returns the parameter's state in the host store, or None if it isn't this model's."""
         return self._states.get(id(parameter))
 
     def part_of(self, state: ParameterState) -> Part:
-        """The layer, experts or group in whose unit the parameter is."""
+        """Returns the layer, experts or group whose unit has the parameter."""
         return self._parts[id(state)]
 
     def trains(self, parameter: torch.Tensor) -> bool:
-        """Whether it is a parameter of this model that has a place for gradients."""
+        """Whether it is a parameter of this model that was trainable when the model was prepared."""
         state = self.state_of(parameter)
         return state is not None and state.row is not None
 
@@ -196,25 +196,25 @@ class StreamingRuntime:
 
     @contextlib.contextmanager
     def layers_run_by(self, runner: LayerRunner) -> Iterator[None]:
-        """Proxies call ``runner(layer, args, kwargs)`` instead of streaming while the body runs."""
+        """While the body runs, proxies call ``runner(layer, args, kwargs)`` instead of streaming."""
         with replaced(self, "fake_run", runner), self.outside_tiles.at_work_anywhere():
             yield
 
     def run_layer(self, layer: StreamedLayer, _: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a layer's proxy, its module."""
+        """The forward of a layer's proxy. The second argument is the proxy, the layer's module itself."""
         if self.fake_run is not None:
             return with_copies(functools.partial(self.fake_run, layer), *without_caches(args, kwargs))
         has_graph = torch.is_grad_enabled()
         if not has_graph and layer.index in self._all_held:
             with bound(layer, self._all_held[layer.index].views(layer.unit.layout)):
                 return layer.forward(*args, **kwargs)
-        if self.clipping.factors or self.clipping.stepped:  # asked first: every call of a layer comes here
+        if self.clipping.factors or self.clipping.stepped:  # a cheap check, since every call of a layer comes here
             self._scale_clipped(others_follow=has_graph)
         if has_graph:
             layer.refuse_unfrozen()
             arguments = without_caches(args, kwargs)
             if layer.has_trainable or any(tensor.requires_grad for tensor in taken_apart(arguments)[0]):
-                self.prefetcher.let_go()  # also where no forward of the whole model told that training goes on
+                self.prefetcher.let_go()  # also if a layer is called by itself, and no forward of the model did it
                 tape, position, open_forward = self.passes.record(layer)
                 if self._is_plain:
                     return self._run_plain(layer, open_forward, *arguments)
@@ -241,13 +241,13 @@ class StreamingRuntime:
             self.prefetcher.release(slot)
 
     def looks_before(self, is_next_token: bool) -> bool:
-        """Whether memory and weights are looked at before this forward of the whole model without a graph."""
+        """Whether free memory and writes to weights are checked before this forward of the whole model, without a graph."""
         self._tokens = self._tokens + 1 if is_next_token else 0
         return self._tokens == 0 or self._tokens % TOKENS_BETWEEN_LOOKS == 1
 
     def begin_forward(self, looks: bool) -> None:
-        """That forward begins. Where all layers are held or live on the device, what they compute with is brought up to date,
-        and they run as plain modules do until the model's forward is over."""
+        """Begins a forward of the whole model without a graph, for which :meth:`looks_before` returned ``looks``. If all
+        layers are held or live on the device, their weights are made valid, and they run as plain modules until it is over."""
         held = {} if self.experts or self.token_tile else self.prefetcher.all_held()
         if held and looks:
             with unwatched():
@@ -255,7 +255,7 @@ class StreamingRuntime:
                     return  # each layer takes over what was written
         if held:
             self._scale_clipped(others_follow=False)
-            for group in self.groups:  # some read the head's weight without calling the head
+            for group in self.groups:  # some code reads the head's weight without calling the head
                 group.wait_for_step()
         self._all_held = held
 
@@ -268,17 +268,17 @@ class StreamingRuntime:
 
     @property
     def _nothing_streams(self) -> bool:
-        """Whether all layers live on the device, their experts too, and compute with their own parameters."""
+        """Whether all layers live on the device, without experts in parts, and compute with their own parameters."""
         return not self.experts and self.prefetcher.all_on_device
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the model fits the device with its states and activations: layers run as plain modules do."""
+        """Whether the model fits the device with its states and activations, so that layers run as plain modules."""
         return self._nothing_streams and self.runs_whole and len(self.calls.policy.kept) == len(self.layers)
 
     @property
     def runs_whole(self) -> bool:
-        """Whether a layer computes all of a batch at once, neither pieces nor tiles of it."""
+        """Whether layers compute a whole batch at once, and neither pieces nor tiles of it."""
         return self.batch_cut.size is None and not self.token_tile
 
     def _run_plain(self, layer: StreamedLayer, open_forward: OpenForward, args: Args, kwargs: Kwargs) -> Any:
@@ -292,7 +292,7 @@ class StreamingRuntime:
         captures, budget = self.compiled.wants(layer, row), self.calls.policy.budgets[1]
         with named_range(f"megatrain::forward ({layer.name})"), without_autocast_cache():
             output = batch_of(row, self.compiled.run(layer, captures, args, kwargs, budget, row))
-        # The graph holds the hook, and with it ``open_forward``.
+        # The graph holds the hook, which keeps ``open_forward`` alive.
         begins = functools.partial(weakly(self.passes.backward_begins), open_forward)
         for tensor in taken_apart(output)[0]:
             if tensor.requires_grad and not tensor.is_leaf:
@@ -300,7 +300,7 @@ class StreamingRuntime:
         return output
 
     def resident_gradient_ready(self, parameter: torch.Tensor) -> None:
-        """A resident's gradient is complete: its copy to the host begins under the layers' backward."""
+        """Called when a resident's gradient is complete: its copy to the host begins while layers are still in backward."""
         self.passes.backward_begins()
         if self.offloader.exchange is not None:
             return  # the ranks' gradients are exchanged at the end, in one order on all of them
@@ -310,14 +310,14 @@ class StreamingRuntime:
             self.offloader.fetch(self.part_of(state), [state])
 
     def _backward_is_over(self, task: int, succeeded: bool) -> None:
-        """What a backward made is complete; what one left that an exception ended is taken back."""
+        """Called when a backward ends: completes what it made, or takes that back if an exception ended it."""
         self.calls.end(task, succeeded)
         self.passes.backward_ends(task, succeeded)
         if not succeeded:
             return
         self.activations.settle()
         self.worker.raise_if_failed()
-        self.meter.harvest()  # while the GPU is at work; without logs its events would pile up over the steps
+        self.meter.harvest()  # while the GPU is busy; without logs its events would pile up over the steps
         is_complete, exchange = self.offloader.gradients_complete(), self.offloader.exchange
         if exchange is not None:
             trained = [state for state in self._states.values() if state.row is not None]
@@ -328,7 +328,7 @@ class StreamingRuntime:
             for group in self.groups if exchange is not None else ():
                 self.offloader.fetch(group, group.unit.states)
             self._send_norms()
-            # From here on anybody may read `parameter.grad`, or let go of it. What lives on the device is there.
+            # From here on anybody may read or drop `parameter.grad`. Gradients that stay on the device are there already.
             if not self._nothing_streams:
                 with self.meter.blocked_by(Cause.BACKWARD_END), named_range("megatrain::wait_for_gradients"):
                     self.offloader.wait()
@@ -338,12 +338,12 @@ class StreamingRuntime:
                 self.watch.begin()
 
     def may_step_in_backward(self, layer: Streamed) -> bool:
-        """Whether no other gradient of this layer can still follow before the step."""
+        """Whether the layer can't get another gradient before the step."""
         is_reached = id(layer.unit) in self.outside.reached
         return self.offloader.gradients_complete() and self.passes.is_only_call(layer) and not is_reached
 
     def before_group_use(self, group: ResidentGroup) -> None:
-        """Called before a module that reads the group's weights runs."""
+        """Makes a group's weights valid. Called before a module runs that reads them."""
         if self.fake_run is None:
             self._scale_clipped(others_follow=torch.is_grad_enabled())
             group.refresh_if_written()
@@ -353,27 +353,27 @@ class StreamingRuntime:
 
     @property
     def gathers_groups(self) -> bool:
-        """Whether ranks gather groups that they step on their devices, by what they have planned together: one of them may
+        """Whether ranks gather the groups that they step on their devices. Their common plan tells: a single rank may
         have moved its units for an evaluation, or have no share of a small group."""
         planned = self.calls.policy
         return self.prefetcher.gathers and bool(planned.states_on_device) and not planned.groups_on_device
 
     @property
     def states_may_move(self) -> bool:
-        """Whether every optimizer can step on the device: there is a kernel there for its moments."""
+        """Whether states may live on the device: every optimizer can step there, and kernels for its moments exist."""
         return not any(stepper.works_on_host for stepper in self.steppers) and self.config.moments_dtype != "int8"
 
     @property
     def open_forwards(self) -> int:
-        """Forward passes whose backward is still to come: nothing may move before it."""
+        """Number of forward passes whose backward is still to come. Until then no unit may move."""
         return len(self.passes.open)
 
     # ------------------------------------------------------------------ placement
 
     def place(self, on_device: Collection[int], groups_on_device: bool, states_on_device: Collection[int] = ()) -> None:
-        """Moves weights, masters and moments to where they are to live: the layers ``on_device``, by index, and the resident
-        groups. Those with ``states_on_device`` live on the host and are stepped on the device, and so are the groups if there
-        are any. Between steps only; waits for everything in flight. Raises a StepWorkerError if an earlier step failed."""
+        """Moves the units of layers ``on_device`` (indices), and with ``groups_on_device`` those of groups, to the device, all
+        others to the host. Layers ``states_on_device`` live on the host and are stepped on the device. If there are any, so
+        are groups on the host. Between steps only. Waits for work in flight. A StepWorkerError if an earlier step failed."""
         targets: list[tuple[Part, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
         targets += [(group, groups_on_device) for group in self.groups]
         stepped: list[Part] = [layer for layer in self.layers if layer.index in states_on_device]
@@ -383,13 +383,13 @@ class StreamingRuntime:
         changes = shares != self.states_on_device.units
         if not changes and all(part.unit.is_on_device == comes for part, comes in targets):
             return
-        # A forward in inference mode may ask for room: what it leaves must be ordinary tensors.
+        # A forward in inference mode may call this to make room. What it leaves behind must be ordinary tensors.
         with torch.inference_mode(False), torch.no_grad():
             self.drain()
             self.refresh_if_written()
             self.offloader.wait()
             self.streams.synchronize()
-            if changes:  # of a unit that comes whole other ranks have states, too
+            if changes:  # other ranks, too, have states of a unit that moves to the device whole
                 self.states_on_device.bring(of_all=any(comes and not part.unit.is_on_device for part, comes in targets))
                 self.states_on_device.place([])
             self._relocate(targets)
@@ -399,16 +399,16 @@ class StreamingRuntime:
                 self.states_on_device.place(shares)
 
     def _relocate(self, targets: Sequence[tuple[Part, bool]]) -> None:
-        """Moves units between the host and the device: of each layer and resident group ``targets`` says whether it is to live
-        on the device. A torch.OutOfMemoryError or HostMemoryError where a unit finds no room: those before it have moved."""
+        """Moves units between the host and the device. ``targets`` says of each layer and group whether it is to live on the
+        device. A torch.OutOfMemoryError or HostMemoryError if a unit doesn't fit: those before it have moved then."""
         leaving = [part for part, stays in targets if part.unit.is_on_device and not stays]
         arriving = [part for part, comes in targets if comes and not part.unit.is_on_device]
         device = self.streams.device
         kernels = device_kernels(device, self.kernels) if arriving else self.kernels
-        # Slots of single layers hold memory of units that leave.
+        # Slots of single layers hold memory of units that leave the device.
         self.prefetcher.drop_own_slots()
         try:
-            # First what leaves, so that there is room for what comes.
+            # Those that leave come first, and free memory for those that arrive.
             for parts, *where in ((leaving, None, self.kernels), (arriving, device, kernels)):
                 for part in parts:
                     part.unit.move(*where)
@@ -417,13 +417,13 @@ class StreamingRuntime:
                     for state in part.unit.states:
                         state.normed = None
                     self.outside.moved(part.unit)
-                torch.cuda.empty_cache()  # of blocks whose sizes are others'
+                torch.cuda.empty_cache()  # the freed blocks have sizes that others don't ask for
         finally:
             self.prefetcher.note_moves()
 
     def bring_states(self) -> None:
-        """Weights, residuals and moments on the host are those of the last step, see :meth:`StatesOnDevice.bring`, or what
-        somebody wrote. Raises what :meth:`drain` does."""
+        """Makes weights, residuals and moments on the host those of the last step (see :meth:`StatesOnDevice.bring`), or
+        those that somebody has written since. Raises what :meth:`drain` does."""
         self.drain()
         self.refresh_if_written()
         self.states_on_device.bring()
@@ -431,13 +431,13 @@ class StreamingRuntime:
     # ------------------------------------------------------------------ gradients as a whole
 
     def collect_gradients(self) -> None:
-        """Brings every gradient that is still on the device to the host store, and waits for it. With several ranks an
-        ``UnsupportedError`` for gradients of layers on the host that a script wrote to or assigned."""
+        """Copies every gradient that is still on the device to the host store, and waits for it. With several ranks raises an
+        ``UnsupportedError`` if a script wrote to or assigned gradients of layers on the host."""
         self.watch.end()
         self.calls.settle()
         self.offloader.wait()
         self.clipping.refuse_written()
-        if self.clipping.has_stepped():  # and not dropped: the next step finds them scaled
+        if self.clipping.has_stepped():  # and they weren't dropped: the next step must find them scaled
             self.worker.drain()
             self.clipping.settle_stepped(others_follow=False)
         for group in self.groups:
@@ -448,15 +448,15 @@ class StreamingRuntime:
             self.offloader.exchange.refuse_rewritten((*self.layers, *self.experts))
 
     def _send_norms(self) -> None:
-        """Sends the norms of gradients of layers that live on the device, where they aren't known: autograd accumulated the
-        gradients, or the ranks exchanged them."""
+        """Sends the norms that aren't known yet of gradients that stay on the device because their layers live there: autograd
+        accumulated them, or the ranks exchanged them."""
         if self._nothing_streams or self.ranks is not None:
             states = [state for layer in self.layers if layer.unit.is_on_device for state in layer.trainable]
             self.offloader.send_from_device("norms", [s for s in states if s.parameter.grad is not None and not s.has_norm])
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Lets the next step scale the gradients so that their global norm is at most ``max_norm``; those of other modules
-        are scaled in place, as torch does it. Returns the norm before, on the host."""
+        """Has the next step scale the gradients so that their global norm is at most ``max_norm``. Those of other modules are
+        scaled in place, as torch does it. Returns the norm before clipping, on the host."""
         self.collect_gradients()
         parameters = list(parameters)
         exchange = self.offloader.exchange
@@ -464,7 +464,7 @@ class StreamingRuntime:
             exchange.require_equal(float(self.clipping.total_norm(parameters)))
         norm = self.clipping.clip(parameters, max_norm)
         if self.open_forwards:
-            self.clipping.settle(others_follow=True)  # by their backward
+            self.clipping.settle(others_follow=True)  # the backwards of the open forwards add to them
         elif self.clipping.has_unscaled():
             self.watch.begin()
         return norm
@@ -472,7 +472,7 @@ class StreamingRuntime:
     # ------------------------------------------------------------------ state as a whole
 
     def _scale_clipped(self, others_follow: bool) -> None:
-        """Before a forward: who looks at gradients that were clipped, or adds to them, finds them scaled."""
+        """Scales clipped gradients before a forward, since somebody may read them afterwards, or add to them."""
         with unwatched():
             if self.clipping.has_unscaled():
                 self.worker.drain()
@@ -487,7 +487,7 @@ class StreamingRuntime:
 
     def drain(self) -> None:
         """Blocks until all submitted work is applied and visible on host and device. A StepWorkerError if some failed."""
-        self._tokens = 0  # whoever asks may write
+        self._tokens = 0  # the caller may write to weights: a generation's next forward checks for that
         self.worker.drain()
         for group in self.groups:
             group.wait_for_step()
@@ -496,13 +496,13 @@ class StreamingRuntime:
                 part.gate.wait()
 
     def begin_loading(self) -> None:
-        """``load_state_dict`` is about to write to weights."""
+        """Called when ``load_state_dict`` is about to write to weights."""
         self.drain()
         if self.shared is not None:
             self.shared.is_loading = True
 
     def refresh_if_written(self) -> None:
-        """Takes over weights that somebody wrote to any parameter since they were last seen."""
+        """Takes over weights that somebody wrote to any parameter since the last check."""
         for part in self.parts:
             self._refresh(part)
 
@@ -510,7 +510,7 @@ class StreamingRuntime:
         version = part.unit.version
         part.refresh_if_written()
         if part.unit.version != version:
-            self.outside.moved(part.unit)  # autograd's nodes are new if data of another dtype were there for a while
+            self.outside.moved(part.unit)  # autograd made new nodes if data of another dtype were there for a while
 
     def close(self) -> None:
         """Ends the worker and gives the parameters back to ordinary host memory, masters in full precision."""
@@ -527,7 +527,7 @@ class StreamingRuntime:
             part.close()
         for unit in self.units:
             unit.release()
-        # Their memory: an optimizer that outlives the engine holds the runtime through its driver.
+        # Frees their memory: an optimizer that outlives the engine holds the runtime through its driver.
         self.prefetcher.close()
         self.expert_streams.prefetcher.close()
         for layer in (*self.layers, *self.experts):

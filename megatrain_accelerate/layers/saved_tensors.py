@@ -1,7 +1,7 @@
-"""What autograd saves of a layer that stays in its graph: weights as places in a slot, read again from whatever slot holds the
-layer when its backward comes, the rest checked as autograd would. ``saved_tensors_hooks`` switch off autograd's own check that
-nobody wrote to a saved tensor, and hide the hooks of who is around the layer (activation checkpointing, ``save_on_cpu``): both
-are made good here."""
+"""The hooks by which autograd saves a layer's tensors. A weight is saved as its position in the slot, and read in backward
+from whichever slot holds the layer then. ``saved_tensors_hooks`` switch off autograd's check that nobody wrote to a saved
+tensor, and hide hooks that are active around the layer (activation checkpointing, ``save_on_cpu``). The hooks here do both:
+they check for writes, and call those around them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megatrain_accelerate.transfer.streams import Place, WeightSlot
 
 
 class SlotPlace(NamedTuple):
-    """A view of a layer's slot, without the slot: the ``slot()`` of its reader, a call of the layer, is the one that holds the
-    layer's weights now; within a backward only."""
+    """A view of a weight, saved without its slot. ``reader`` is a call of the layer. Within a backward its method ``slot()``
+    returns the slot that holds the layer's weights at the time."""
 
     reader: Any
     place: Place
 
     def tensor(self) -> torch.Tensor:
         view: torch.Tensor = self.reader.slot().view(self.place)
-        # The graph of a gradient that is itself differentiated must not hold a slot.
+        # With ``create_graph`` backward makes a graph, which mustn't hold a slot.
         return view.clone() if torch.is_grad_enabled() else view
 
 
@@ -33,11 +33,11 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 def innermost_hooks() -> Hooks | None:
-    """The hooks that act now."""
+    """The innermost active hooks, which are those that autograd calls, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):  # before torch 2.6, which doesn't tell
+if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):  # before torch 2.6
     _entered = threading.local()
     _enter, _exit = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
 
@@ -57,8 +57,8 @@ if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):  # befor
 
 
 class SavedTensors:
-    """The hooks under which one run of a layer saves what its backward needs. What lies in one of the ``slots``, by address,
-    is its reader's; ``offloaded`` collects what goes to the host, None where it stays on the device."""
+    """The hooks for one run of a layer. Tensors in one of the ``slots`` (by address) are saved as positions for the slot's
+    reader. ``offloaded`` records those that go to the host. It is None if all stay on the device."""
 
     def __init__(self, slots: Mapping[int, WeightSlot], offloaded: Recording | None = None) -> None:
         self._slot_at = slots.get
@@ -66,31 +66,31 @@ class SavedTensors:
         self._outer = innermost_hooks()
 
     def recording(self) -> saved_tensors_hooks:
-        """Autograd saves what the body computes: only the innermost hooks act."""
+        """Saves what the body computes. Autograd calls the innermost hooks only, so these call those around the layer."""
         if self._outer is None:
             return saved_tensors_hooks(self.pack, _unpack)
         outer_unpack = self._outer[1]
         return saved_tensors_hooks(self.pack, lambda at: at.tensor() if type(at) is SlotPlace else outer_unpack(at))
 
     def pack(self, tensor: torch.Tensor) -> Any:  # called several dozen times a layer
-        """What is saved in the tensor's place."""
+        """What autograd saves instead of the tensor."""
         try:
             address = tensor.untyped_storage().data_ptr()
-        except (RuntimeError, NotImplementedError):  # sparse ones and wrappers around others have no memory of their own
+        except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers have no memory of their own
             address = -1
         if (slot := self._slot_at(address)) is not None:
             place = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
             place = slot.places.setdefault(place, place)
-            # Past the function of Python that makes a named tuple.
+            # Faster than SlotPlace(...), which is a Python function.
             return tuple.__new__(SlotPlace, (slot.reader or slot.require_reader(), place))
         if self._outer is not None:
             return self._outer[0](tensor)
         if not tensor.is_leaf:
-            # Its own node may be the one that saves it (softmax): a cycle that no garbage collector sees.
+            # If the node that made it also saves it (softmax), this would be a cycle that no garbage collector sees.
             tensor = tensor.detach()
         if self._place is not None and (away := self._place(tensor)) is not None:
             return away
-        # Most were never written to, and the garbage collector has a tuple less to look at.
+        # Most tensors were never written to. Without a tuple there is less for the garbage collector to visit.
         return (tensor, version) if (version := tensor._version) else tensor
 
 

@@ -1,8 +1,8 @@
-"""Mappings by which layers pass tensors to later layers besides their outputs (shared keys and values of Gemma 3n and 4).
+"""Mappings by which layers pass tensors to later ones besides their outputs (shared keys and values of Gemma 3n and 4).
 
-The model passes one mapping to all layers: some write entries, later ones read them. Each run of a layer, a recompute as well,
-gets its own copy, whose changes are applied to the model's after the forward. Transformers uses ``UserDict`` here: wrappers
-that rebuild plain dicts would lose what layers write.
+The model passes one mapping to all layers. Some write entries, later ones read them. Each run of a layer, also a recompute,
+gets its own copy. After the forward its changes are applied to the model's mapping. Transformers uses ``UserDict`` here, since
+wrappers that rebuild plain dicts would lose what layers write.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, taken_apart
 
 
 class _Handed(NamedTuple):
-    """A copy of a mapping, as a layer's argument in which pytree finds the tensors."""
+    """A copy of a mapping as an argument of a layer. Pytree finds the tensors in it."""
 
     entries: dict[Any, Any]
 
 
 class _Returned(NamedTuple):
-    """A layer's output and the entries of each mapping that was passed to it; ``...`` for one that is as it was."""
+    """A layer's output, and the entries of each mapping that was passed to it, with ``...`` for unchanged ones."""
 
     output: Any
     entries: tuple[dict[Any, Any], ...]
@@ -40,13 +40,13 @@ def _is_mapping(kind: type) -> bool:
 
 
 def has_mappings(args: Args, kwargs: Kwargs) -> bool:
-    """Whether there are mappings of the model's, or copies of some, among these arguments of a layer."""
+    """Whether a layer's arguments include mappings of the model or copies of them."""
     return any(map(_is_mapping, map(type, (*args, *kwargs.values()))))
 
 
 def with_copies(run: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Calls ``run(args, kwargs)``, which comes to :func:`run_with_mappings`, with copies of the mappings among the arguments,
-    which pytree may rebuild. Applies the layer's changes to the model's mappings; returns the layer's own output."""
+    """Calls ``run(args, kwargs)``, which ends in :func:`run_with_mappings`, with copies of the mappings that pytree may
+    rebuild. Applies the layer's changes to the model's mappings, and returns the layer's own output."""
     if not has_mappings(args, kwargs):
         return run(args, kwargs)
     mappings, put_together = taken_apart((args, kwargs), UserDict)
@@ -59,7 +59,7 @@ def with_copies(run: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def run_with_mappings(forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Calls a layer's own forward. If mappings were passed to it, the result is for :func:`with_copies`."""
+    """Calls a layer's own forward. If mappings were passed to it, :func:`with_copies` unpacks the result."""
     if _Handed not in map(type, (*args, *kwargs.values())):
         return forward(*args, **kwargs)
     handed, put_together = taken_apart((args, kwargs), _Handed)
@@ -72,8 +72,8 @@ def run_with_mappings(forward: Callable[..., Any], args: Args, kwargs: Kwargs) -
 
 @contextlib.contextmanager
 def no_writes_into(args: Args, kwargs: Kwargs, layer: str) -> Iterator[None]:
-    """Raises an UnsupportedError for a layer that changes lists, dicts or objects among its arguments in the block: a
-    recompute would change them again, and changes by pieces of a batch can't be joined."""
+    """Raises an UnsupportedError if a layer changes lists, dicts or objects among its arguments in the block: a recompute
+    would change them again, and changes by pieces of a batch can't be joined."""
     leaves, structure = tree_flatten((args, kwargs))
     objects = [o for o in leaves if hasattr(o, "__dict__") and not isinstance(o, (torch.Tensor, nn.Module, type))]
     held = [_held_tensors(value) for value in objects]
@@ -98,8 +98,8 @@ def _held_tensors(value: Any) -> list[int]:
 def no_writes_to(
     tensors: Sequence[torch.Tensor], layer: str, torch_refuses: str = "leaf Variable that requires grad"
 ) -> Iterator[None]:
-    """Raises an UnsupportedError for a layer that writes to its input tensors in place when it runs in the block.
-    ``torch_refuses`` is part of torch's error where it writes to what it is given of them."""
+    """Raises an UnsupportedError if a layer writes to its input tensors in place in the block. ``torch_refuses`` is part of
+    the message with which torch itself refuses such a write to the tensors or to their views."""
     versions = [tensor._version for tensor in tensors]
     cause: RuntimeError | None = None
     try:

@@ -1,4 +1,4 @@
-"""Which units of one model have the states of this process's shares on the device, and how these come back to the host."""
+"""Which units of a model have the states of this process's shares on the device, and how these states return to the host."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from megatrain_accelerate.transfer.streams import Streams
 
 class StatesOnDevice:
     """The units that live on the host and have :attr:`HostUnit.device_states`. Residuals and moments of any rank's share may
-    be newer on its device than in the store, which all ranks read: whoever reads them there calls :meth:`bring` before."""
+    be newer on its device than in the store that all ranks read. Whoever reads them there calls :meth:`bring` before."""
 
     def __init__(self, streams: Streams, worker: StepWorker, kernels: HostKernels, shared: SharedStore | None) -> None:
         self._streams, self._worker, self._kernels, self._shared = streams, worker, kernels, shared
         self.units: list[HostUnit] = []
         self.size_bytes = 0
-        """Of the states on the device, and of the buffers for gradients."""
+        """Bytes of the states on the device, and of the buffers for gradients."""
 
     def place(self, units: Sequence[HostUnit]) -> None:
-        """These units have states on the device from now on, and no others: those of before must have been brought. A
-        torch.OutOfMemoryError where there is no room: then none have."""
+        """Gives these units states on the device, and takes them from all others, whose states must have been brought. A
+        torch.OutOfMemoryError if they don't fit: then no unit has any."""
         if self._shared is not None:
             self._worker.watch(self._bring_if_asked if units else None)
         for unit in self.units:
@@ -45,16 +45,16 @@ class StatesOnDevice:
             self.units, self.size_bytes = list(units), where.size_bytes + sum(states.size_bytes for states in made)
 
     def step(self, unit: HostUnit, states: DeviceStates, segments: Sequence[Segment], expected: torch.Tensor | None) -> None:
-        """As :meth:`DeviceStates.step`, of segments that are in this process's share. Called by the step worker."""
+        """Steps segments of this process's share as :meth:`DeviceStates.step` does. Called by the step worker."""
         if segments:
             if self._shared is not None:
                 self._shared.note_states_ahead(True)
             states.step(unit.flat_states, segments, expected)
 
     def bring(self, of_all: bool = True) -> None:
-        """Makes residuals and moments on the host valid: they are those of the last step, and may be read and written until
-        the next one. With ``of_all`` those of every rank's shares, which the others' step workers bring, whatever the ranks
-        do meanwhile. All steps that were taken must be applied. Not between a forward and its backward."""
+        """Makes residuals and moments on the host those of the last step, to be read and written until the next one. With
+        ``of_all`` also of the other ranks' shares, which their step workers bring, whatever these ranks do meanwhile. All
+        steps that were taken must be applied. Not between a forward and its backward."""
         for unit in self.units:
             unit.bring_states()
         if self._shared is not None:
@@ -63,13 +63,13 @@ class StatesOnDevice:
                 self._shared.ask_for_states()
 
     def _bring_if_asked(self) -> None:
-        """Called by the step worker while it has nothing to do."""
+        """Called by the step worker while it is idle."""
         if self._shared is not None and self._shared.is_asked_for_states:
             self.bring(of_all=False)
 
     def leave(self) -> None:
-        """This process ends, or the engine goes: brings its own states, of which nobody waits for those of a failed step, and
-        ends the worker."""
+        """Called when this process or the engine ends: brings its own states, and ends the worker. After a failed step it
+        brings none, and no rank waits for them."""
         try:
             with contextlib.suppress(StepWorkerError):
                 if self.units:

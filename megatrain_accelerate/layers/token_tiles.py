@@ -1,13 +1,13 @@
-"""A layer's token-wise parts by tiles of tokens: what they make on their way exists for one tile at a time.
+"""Runs the token-wise parts of a layer by tiles of tokens, so that their intermediate results exist for one tile at a time.
 
-B samples, T tokens, D hidden. A part (an MLP, a norm) keeps its input alone; in backward each tile is computed again, with a
-graph, and its weights' gradients are summed in fp32. The idea is that of chunked feed-forward layers (Liu and Abbeel, arXiv
-2305.19370) and of DeepSpeed's tiled MLP (arXiv 2506.13996).
+A *part* is a submodule such as an MLP or a norm. It saves only its inputs and weights. In backward each tile is recomputed
+with a graph, and gradients of weights are summed in fp32. The idea is that of chunked feed-forward layers (Liu and Abbeel,
+arXiv 2305.19370) and of DeepSpeed's tiled MLP (arXiv 2506.13996). Shapes: B samples, T tokens, H heads.
 
-Which parts treat every token alone is tried out on a few tokens, so that no model has to be known by name. Sums, products and
-softmaxes pass NaN on, whatever the weights are. So a part may run on one tile after the other if a token that is made NaN
-makes no other token NaN, and if some tokens alone give what they give among others. Decisions (which expert, which tokens are
-dropped) pass no NaN on, and tiles would draw other random numbers than the whole: parts with either run whole.
+A trial on a few tokens shows which parts treat every token alone, so that no model has to be known by name. Sums, products and
+softmaxes propagate NaN, whatever the weights are. So a part may run by tiles if making one token NaN makes no other token NaN,
+and if some tokens give the same results alone as among others. Decisions (which expert, which tokens are dropped) propagate no
+NaN, and tiles would draw other random numbers than the whole batch, so that parts with either run whole.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, taken_apart
 from megatrain_accelerate.layers.proxy import is_proxy
 
 AUTO_TILE_TOKENS = 8192
-"""Tokens of a tile that the plan chooses: products of as many rows run at full speed, and the widest tensors of a layer of
-several billion parameters take a few hundred MiB."""
+"""Tokens of a tile that the plan chooses. Matrix products of as many rows run at full speed, and the widest tensors of a layer
+of several billion parameters take a few hundred MiB."""
 
 verdicts: dict[Hashable, str | None] = {}
-"""What trials of modules gave, of all engines of the process, by kind of module and of call; see :func:`reason_against`."""
+"""Results of the trials of all engines of the process, by kind of module and of call. See :func:`reason_against`."""
 
 _PLAIN = (bool, int, float, str, types.NoneType, types.EllipsisType)
-"""Arguments that have no tokens; the last stands for a tensor."""
+"""Types of arguments that have no tokens. An ellipsis stands for a tensor that was taken out."""
 
 _TOKENS = 8
 _SPOILT = (0, 3, 7)
-"""The first, an inner and the last one: what looks back, ahead or to all sides would pass one of them on."""
+"""Tokens of a trial that are made NaN in turn. A part that looks back, ahead or to both sides propagates one of them."""
 _PART = (2, 3)
-"""First of the tokens that run alone, and their number."""
+"""Index of the first of the trial's tokens that run alone, and their number."""
 _MIXING = ("convolution", "_pad", "roll", "shift", "_pool", "fft", "flip", "unfold", "im2col", "upsample", "cumsum", "cumprod")
-"""In operations' names: those that combine tokens at places that they are told."""
+"""Words in the names of operations that combine tokens at a distance that an argument gives."""
 _WEIGHT = 0.01
-"""What stands for every weight in a trial: which tokens depend on which doesn't hinge on the number."""
+"""The value of every weight in a trial. Which tokens depend on which doesn't hinge on it."""
 TOLERANCE = 0.02
-"""The largest difference between tokens alone and among others, relative to the largest number: kernels for other sizes round
-otherwise, in bf16 by 0.4%."""
+"""The largest difference between the results of tokens alone and among others, relative to the largest result. Kernels for
+other sizes round differently, in bf16 by 0.4%."""
 _WORTH_TILING = 2.5
-"""Tiles save nothing for a part that makes less than this many times its output: a product makes 1, with a bias 2 at most."""
+"""Tiles save nothing for a part that allocates less than this many times its output (1 for a product, with a bias up to 2)."""
 _Tile = TypeVar("_Tile")
 _runs_few = False
 _times = 1
@@ -64,24 +64,24 @@ def is_plain(argument: Any) -> bool:
 
 @contextlib.contextmanager
 def few_tiles() -> Iterator[None]:
-    """Loops over tiles run few of them in the body, in every thread (autograd has its own). For runs without data, where all
-    tiles are alike, and each operation takes as long as a launch."""
+    """Makes loops over :func:`tiles` run few of them in the body, in every thread (autograd has its own). It is for fake runs,
+    where all tiles are alike and an operation of any size takes as long as its launch."""
     global _runs_few, _times
     before, _runs_few = _runs_few, True
     try:
         yield
     finally:
-        _runs_few, _times = before, 1  # a loop that failed may not have ended
+        _runs_few, _times = before, 1  # the generator of a loop that failed may still be suspended
 
 
 def times() -> int:
-    """How many tiles the one stands for that runs now."""
+    """How many tiles the running one stands for."""
     return _times
 
 
 def tiles(every: Sequence[_Tile]) -> Iterator[_Tile]:
-    """The tiles of a loop, or parts of experts, in order; under :func:`few_tiles` the first two and the last: the first may
-    make things that the others find (a sum to add to), and the second counts for all between, which are of its size."""
+    """Yields the tiles of a loop, or parts of experts, in order. Under :func:`few_tiles` it yields the first two and the last:
+    the first may allocate what all use (a sum to add to), and the second stands for all others before the last."""
     global _times
     if not _runs_few or len(every) < 4:
         yield from every
@@ -96,15 +96,15 @@ def tiles(every: Sequence[_Tile]) -> Iterator[_Tile]:
 
 
 class TokenTiles:
-    """Runs the token-wise ones among ``parts`` (of one layer, with names) by tiles of fewer tokens than the layer runs on."""
+    """Runs the token-wise ones among ``parts`` (name and module, of one layer or outside of all) by tiles of tokens."""
 
     def __init__(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
         self.tile_tokens = 0
-        """Tokens of a tile, those of all samples together; 0 for none. Set by the plan between steps."""
+        """Tokens of a tile, over all samples, or 0 to run everything whole. The plan sets it between steps."""
         self._parts = {part: name for name, part in parts}
         self.found: dict[str, str | None] = {}
-        """For each part that was called so far with a row for each token, by name: why it ran whole, or None if it ran by
-        tiles. Parts within one that ran by tiles aren't listed."""
+        """For each part that was called with a row for each token, by name: why its last such call ran whole, or None if it
+        ran by tiles. Parts within one that ran by tiles aren't listed."""
 
     @classmethod
     def of_layer(cls, layer: nn.Module) -> TokenTiles:
@@ -112,8 +112,8 @@ class TokenTiles:
 
     @classmethod
     def of_norms(cls, model: nn.Module, modules: Iterable[nn.Module]) -> TokenTiles:
-        """Those of norms among modules outside the layers, which have weights but no matrix. A last norm makes, in fp32,
-        several tensors twice as large as its input."""
+        """Tiles for the norms among ``modules`` outside the layers: those whose weights are all vectors. A last norm makes
+        several tensors in fp32, each twice as large as its input."""
         names = {module: name for name, module in model.named_modules()}
         parameters = {module: list(module.parameters()) for module in modules}
         return cls((names[m], m) for m, own in parameters.items() if own and all(p.dim() == 1 for p in own))
@@ -123,14 +123,14 @@ class TokenTiles:
         return [name for name, reason in self.found.items() if reason is None]
 
     def at_work(self, args: Args, kwargs: Kwargs) -> contextlib.AbstractContextManager[None]:
-        """A call of the layer with these arguments runs in the body."""
+        """Makes the parts run by tiles in the body, which calls the layer with these arguments."""
         shape = tokens_of(args, kwargs) if self.tile_tokens else None
         return contextlib.nullcontext() if shape is None else self.at_work_anywhere(shape)
 
     @contextlib.contextmanager
     def at_work_anywhere(self, shape: tuple[int, int] | None = None) -> Iterator[None]:
-        """The parts run in the body, on so many samples and tokens. Those that aren't in a layer are each told by their own
-        call how many there are."""
+        """Makes the parts run by tiles in the body, on batches of this shape (B, T). Without one, as outside of layers, the
+        arguments of each part's own call tell the shape."""
         own = {part: part.__dict__.get("forward") for part in self._parts if self.tile_tokens}
         try:
             for part in own:
@@ -143,14 +143,14 @@ class TokenTiles:
                     part.__dict__["forward"] = forward
 
     def hooks_on(self, model: nn.Module) -> list[Any]:
-        """Calls of the model have its parts at work from now on, but for trials past its hooks."""
+        """Registers hooks by which the parts run by tiles in each call of the model. Fake runs skip hooks."""
         at_work = contextlib.ExitStack()
 
         def begin(*_: Any) -> None:
-            at_work.close()  # of a call that was interrupted
+            at_work.close()  # left open by a call that was interrupted
             at_work.enter_context(self.at_work_anywhere())
 
-        # With arguments, since a hook without any is called when the model is copied.
+        # With arguments, since a ModelHook without them is called when the model is copied.
         end = ModelHook(lambda *_: at_work.close(), with_arguments=True)
         return [
             model.register_forward_pre_hook(ModelHook(begin, with_arguments=True)),
@@ -166,7 +166,7 @@ class TokenTiles:
         call = PartCall(part, forward, args, kwargs)
         dim, reason = call.token_dim(shape), None
         if dim is not None:
-            # The kind anew each time: a rate of dropout may have been set since.
+            # The kind is found anew for each call: a dropout rate may have been set since.
             reason = reason_against(part, part.modules(), call.kind(dim), functools.partial(examine, call, dim))
             self.found[self._parts[part]] = reason
         if dim is None or reason is not None:
@@ -176,7 +176,7 @@ class TokenTiles:
 
 
 def code_of(module: nn.Module) -> Hashable:
-    """Equal for modules of the same code, plain attributes and shapes of weights."""
+    """A key that is equal for modules of the same classes, functions, plain attributes, and shapes and dtypes of weights."""
     parts = []
     for child in module.modules():
         plain = [
@@ -190,13 +190,13 @@ def code_of(module: nn.Module) -> Hashable:
 
 
 def tokens_of(args: Args, kwargs: Kwargs) -> tuple[int, int] | None:
-    """(B, T) of a call's hidden states, its first floating tensor of three dimensions or more; None if it has none."""
+    """(B, T) of a call's hidden states, its first floating-point tensor of at least three dimensions. None if it has none."""
     tensors = tensors_in((args, kwargs))
     return next(((t.shape[0], t.shape[1]) for t in tensors if t.is_floating_point() and t.dim() >= 3), None)
 
 
 class PartCall:
-    """One call of a part: its arguments taken apart, to be put together again for each tile."""
+    """One call of a part, whose arguments are taken apart and put together again for each tile."""
 
     def __init__(self, part: nn.Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
         self._forward = forward
@@ -205,17 +205,17 @@ class PartCall:
         self._rest = self._put_together([...] * self.tensor_count)
         self.part = part
         self.dim = self.length = 0
-        """Tiles have ``length`` tokens of each sample along ``dim``, the last one may have fewer."""
+        """A tile has ``length`` tokens of each sample along ``dim``, the last one maybe fewer."""
 
     @functools.cached_property
     def places(self) -> list[tuple[dict[str, Any], str]]:
-        """Where the part's parameters stand: their owner's table of them, and the name."""
+        """For each of the part's parameters the dict that holds it, and its name in the dict."""
         tables = [module._parameters for module in self.part.modules()]
         return [(table, name) for table in tables for name, p in table.items() if p is not None]
 
     def token_dim(self, shape: tuple[int, int]) -> int | None:
-        """The dimension of tokens: 1 of (B, T, ...), 2 of (B, H, T, ...), 0 of (B * T, ...); None if tensors differ in
-        it, or the part could write into an argument, a list say."""
+        """The dimension of tokens: 1 of (B, T, ...), 2 of (B, H, T, ...), 0 of (B * T, ...). None if tensors differ in it, or
+        if the part could write into an argument such as a list."""
         found = {self._dim_of(tensor, shape) for tensor in self.tensors}
         args, kwargs = self._rest
         return found.pop() if len(found) == 1 and all(map(is_plain, (*args, *kwargs.values()))) else None
@@ -231,13 +231,13 @@ class PartCall:
         return 0 if tensor.shape[0] == shape[0] * shape[1] else None
 
     def kind(self, dim: int) -> Hashable:
-        """What two calls must share to be judged once: the part's code, weights' shapes and plain attributes, and how it is
-        called, but for the number of tokens along ``dim``."""
+        """What calls must share for one trial to decide on all of them: the part's :func:`code_of`, whether autocast is on,
+        and the arguments, except for the numbers of samples and tokens and the values of tensors."""
         tensors = tuple(((*t.shape[1:dim], *t.shape[dim + 1 :]), t.dtype, t.device.type) for t in self.tensors)
         return (code_of(self.part), dim, tensors, repr(self._rest), torch.is_autocast_enabled())
 
     def starts(self, like: torch.Tensor) -> Iterator[int]:
-        """Where each tile of tensors as long as ``like`` begins."""
+        """The index of the first token of each tile, for tensors as long as ``like``."""
         return tiles(range(0, like.shape[self.dim], self.length))
 
     def tile(self, tensors: Sequence[torch.Tensor], start: int) -> list[torch.Tensor]:
@@ -250,23 +250,23 @@ class PartCall:
     def gradients(
         self, tile: list[torch.Tensor], needs: Sequence[bool], trained: list[torch.Tensor], grad_output: torch.Tensor
     ) -> Sequence[torch.Tensor | None]:
-        """Of a tile's inputs that need one, and the trained weights; None where nothing flows."""
+        """The gradients of a recomputed tile's inputs that need one, then of ``trained`` weights. None where none flows."""
         tile = [tensor.detach().requires_grad_(need) for tensor, need in zip(tile, needs, strict=True)]
         leaves = [*(tensor for tensor in tile if tensor.requires_grad), *trained]
         with torch.enable_grad():
             output = self.run(tile)
-        if not output.requires_grad:  # the part runs under no_grad, or cuts its inputs off
+        if not output.requires_grad:  # the part runs under no_grad, or detaches its inputs
             return [None] * len(leaves)
         return torch.autograd.grad(output, leaves, grad_output, allow_unused=True)
 
 
 class _TiledFunction(torch.autograd.Function):
-    """A part's call, tile by tile: forward without a graph, backward with one for each tile."""
+    """A part's call, tile by tile. Forward makes no graph, backward one for each tile."""
 
     @staticmethod
     def forward(ctx: Any, call: PartCall, *tensors: torch.Tensor) -> torch.Tensor:
         inputs = tensors[: call.tensor_count]
-        call.tensors = []  # held here they would live as long as the graph
+        call.tensors = []  # else they would live as long as the graph
         ctx.call, ctx.autocast = call, autocast_restored(tensors[0].device.type)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
@@ -288,7 +288,7 @@ class _TiledFunction(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         count = call.tensor_count
         needs = ctx.needs_input_grad[1:]
-        saved = ctx.saved_tensors  # once: a checkpoint around gives them once
+        saved = ctx.saved_tensors  # read once, since a checkpoint around the part unpacks them only once
         inputs, weights = saved[:count], saved[count:]
         leaves = [weight.detach().requires_grad_(need) for weight, need in zip(weights, needs[count:], strict=True)]
         gradients = [torch.empty_like(t) if need else None for t, need in zip(inputs, needs[:count], strict=True)]
@@ -304,16 +304,16 @@ class _TiledFunction(torch.autograd.Function):
                 for row, gradient in enumerate(found[len(wanted) :]):
                     if gradient is not None:
                         sums[row] = sums[row].add_(gradient) if row in sums else gradient.to(torch.float32, copy=True)
-                del found  # before the next tile makes its own
+                del found  # frees the gradients before the next tile allocates its own
                 gradient = None
         totals = iter(sums[row].to(leaf.dtype) if row in sums else None for row, leaf in enumerate(trained))
         return (None, *gradients, *(next(totals) if need else None for need in needs[count:]))
 
 
 def examine(call: PartCall, dim: int) -> str | None:
-    """Tries a part on a few made-up tokens along ``dim``; returns why it isn't to run by tiles, else None. Uses the shapes,
-    the dtypes and the device of the ``call``'s tensors alone."""
-    if any(True for _ in call.part.buffers()):  # statistics, say
+    """Tries a part out on made-up tokens along ``dim``. Returns why it isn't to run by tiles, else None. Of the tensors of
+    ``call`` only shapes, dtypes and device count."""
+    if any(True for _ in call.part.buffers()):  # which may be statistics of the tokens
         return "it has buffers"
     return tried_out(call.part, call.tensors[0].device, functools.partial(_examine, call, dim))
 
@@ -321,12 +321,12 @@ def examine(call: PartCall, dim: int) -> str | None:
 def reason_against(
     module: nn.Module, parts: Iterable[nn.Module], kind: Hashable, trial: Callable[[], str | None]
 ) -> str | None:
-    """Why a module, with these ``parts``, has to run on whole batches as its author wrote it; None if it needn't. The
-    ``trial`` is for all of its ``kind``."""
-    if has_hooks_inside(module):  # who watches modules within it should see whole tensors, and each once
+    """Why a module of these ``parts`` has to run on whole batches, as its author wrote it, or None if it needn't. ``trial``
+    runs once in the process for all modules and calls of the same ``kind``."""
+    if has_hooks_inside(module):  # which should see whole tensors, and each once
         return "hooks are registered inside it"
     if any(map(is_proxy, parts)):
-        # The proxy would record a trial's call as one of the layer's, and the layer's recompute would look for its result.
+        # The proxy would record a trial's call as one of the layer's, and the layer's recompute would expect its result.
         return "its experts stream in parts"
     if kind not in verdicts:
         verdicts[kind] = trial()
@@ -334,28 +334,28 @@ def reason_against(
 
 
 def tried_out(module: nn.Module, device: torch.device, trial: Callable[[torch.device], str | None]) -> str | None:
-    """Calls ``trial`` with the device to try a module on, which has constants in the place of weights and buffers meanwhile;
-    random generators stay as they are, and no mode sees it. Returns what it returns, or why the module can't be tried."""
+    """Calls ``trial`` with the device to use, while constants replace the module's weights and buffers. The RNG state stays as
+    it is, and no active mode sees the trial. Returns its result, or why the module can't be tried out."""
     if device.type == "cuda" and not torch.cuda.is_available():
         device = torch.device("cpu")
     matrices: dict[torch.dtype, torch.Tensor] = {}
 
     def constant(tensor: torch.Tensor) -> torch.Tensor:
         number = _WEIGHT if tensor.is_floating_point() else 1
-        # One number stands for all; but kernels that compute all experts at once want one expert's matrix in memory.
+        # One number is expanded to all. But kernels that compute all experts at once need one expert's matrix in memory.
         shape = (1, *tensor.shape[1:]) if tensor.dim() > 2 else ()
         return torch.full(shape, number, dtype=tensor.dtype, device=device).expand(tensor.shape)
 
     def in_memory(weight: torch.Tensor) -> torch.Tensor:
-        # A product copies a matrix that repeats one number, or computes with it a hundred times slower (bf16 on CPUs without
-        # AVX-512). So matrices lie in memory, all of a dtype in that of the largest.
+        # A product copies a matrix that is expanded from one number, or is a hundred times slower (bf16 on CPUs without
+        # AVX-512). So matrices are allocated: those of a dtype share the memory of the largest.
         if weight.dim() != 2:
             return constant(weight)
         if weight.dtype not in matrices:
             matrices[weight.dtype] = constant(weight).contiguous().flatten()
         return matrices[weight.dtype][: weight.numel()].view(weight.shape)
 
-    # A part that draws random numbers draws them here too. They are put back: a recompute must draw what the forward drew.
+    # The RNG state is restored, since a forward may include a trial that draws, and its recompute does not.
     with rng_state_restored(device), _disable_current_modes(), torch.no_grad():
         try:
             weights = _held([child._parameters for child in module.modules()])
@@ -364,7 +364,7 @@ def tried_out(module: nn.Module, device: torch.device, trial: Callable[[torch.de
             held = [(table, name, in_memory(weight)) for table, name, weight in weights]
             with put_in([*held, *((table, name, constant(buffer)) for table, name, buffer in buffers)]):
                 return trial(device)
-        except Exception as error:  # it can't be run so, whatever its reason
+        except Exception as error:  # a user's module may raise anything here
             return f"it can't be tried out ({type(error).__name__}: {str(error)[:80]})"
 
 
@@ -405,7 +405,7 @@ def _examine(call: PartCall, dim: int, device: torch.device) -> str | None:
 
 
 class _Watch(TorchDispatchMode):
-    """Adds up what is made, and notes operations that decide by values or draw random numbers."""
+    """Adds up the bytes of new tensors, and notes why an operation can't run by tiles."""
 
     supports_higher_order_operators = True
 
@@ -420,7 +420,7 @@ class _Watch(TorchDispatchMode):
         made = tensors_in(result)
         known = {tensor.untyped_storage()._cdata for tensor in given}
         self.made_bytes += sum(tensor.nbytes for tensor in made if tensor.untyped_storage()._cdata not in known)
-        # Whole numbers from others: which is largest, how many, where.
+        # Integers that are made from other numbers are decisions: which is the largest, how many there are, where.
         is_whole = [[not t.is_floating_point() and t.dtype != torch.bool for t in tensors] for tensors in (made, given)]
         counts = any(is_whole[0]) and not all(is_whole[1])
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
@@ -428,7 +428,7 @@ class _Watch(TorchDispatchMode):
         elif func is torch.ops.aten._local_scalar_dense.default or counts:
             self.decision = "it decides by values"
         elif any(word in str(func) for word in _MIXING):
-            self.decision = "it takes from neighbours"  # further away, maybe, than the tokens tried out reach
+            self.decision = "it takes from neighbours"  # maybe from further away than the trial's tokens reach
         return result
 
 

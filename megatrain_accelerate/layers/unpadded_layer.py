@@ -1,13 +1,13 @@
-"""A layer's call on a batch's real tokens alone: nothing of the layer computes padding.
+"""Calls a layer on the real tokens of a batch alone, so that nothing in the layer computes padding.
 
-The tokens of all samples stand behind one another, as one row (1, N, ...) instead of (B, T, ...), and each sample attends to
-itself alone. Flash attention takes such rows together with where their samples begin (Dao, arXiv 2307.08691), as in BERT's
+The tokens of all samples are concatenated to one row, (1, N, ...) instead of (B, T, ...), and each sample attends only to
+itself. Flash attention takes such rows together with the offsets of their samples (Dao, arXiv 2307.08691), as in BERT's
 training (Zeng et al., arXiv 2208.08124) and transformers' ``DataCollatorWithFlattening``. The engine makes the row before each
-layer and the batch behind it, so model, script and collator needn't know.
+layer and the batch after it, so that model, script and collator needn't know.
 
-Whether a layer can run so is tried out on two made-up samples. One sample's tokens are made NaN: the other's results and
-gradients must stay finite, and its results equal those of that sample alone. So a layer that mixes tokens by other means than
-torch's attention (a convolution, a recurrence) computes padding, and so does one that draws random numbers.
+A trial on two made-up samples shows whether a layer can run so. If one sample's tokens are made NaN, the results and gradients
+of the other must stay finite. Its results must also equal those of a run on it alone. So a layer that mixes tokens by other
+means than torch's attention (a convolution, a recurrence) computes padding, and so does one that draws random numbers.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from megatrain_accelerate.layers.saved_tensors import innermost_hooks
 from megatrain_accelerate.layers.token_tiles import TOLERANCE, code_of, is_plain, reason_against, tried_out
 
 _LENGTHS = (3, 5)
-"""Tokens of the samples of a trial."""
+"""Tokens of each sample of a trial."""
 _HALVES = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD = 256
-"""Flash attention takes heads of at most so many numbers, in multiples of 8."""
+"""The largest head size that flash attention takes. It must also be a multiple of 8."""
 
 _REMEDY = "; pad on the left (tokenizer.padding_side = 'left') to have padding computed"
-"""For a layer whose attention is another one than when it was tried out."""
+"""The remedy where a layer's attention isn't the one that the trial saw."""
 
 
 class _Role(enum.Enum):
-    """What a tensor among a layer's arguments has along its first dimensions, for B samples of T tokens."""
+    """The first dimensions of a tensor among a layer's arguments, for B samples of T tokens."""
 
     TOKENS = "B, T"
     COLUMNS = "1, T"
@@ -52,17 +52,17 @@ class _Role(enum.Enum):
 
 
 class UnpaddedLayer:
-    """How a layer of the model is called with real tokens alone, if it can be."""
+    """Decides whether a layer of the model can run on real tokens alone, and makes its arguments for that."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._forward = module, module.forward
         self._found: dict[Hashable, str | None] = {}
-        """Why the layer computes padding, or None, by what may change of it or its call from one step to the next."""
+        """Why the layer computes padding, or None if it needn't, by all that may differ between its calls."""
 
     def in_a_row(self, real: RealTokens | None, args: Args, kwargs: Kwargs) -> tuple[RealTokens | None, Args, Kwargs]:
-        """The real tokens, and the layer's arguments as one row of them; None, and they unchanged, where padding is
-        computed."""
-        if real is None or innermost_hooks() is not None:  # a checkpoint around it runs it again without the tokens
+        """The real tokens and the layer's arguments as one row of them, or None and the unchanged arguments if padding has to
+        be computed."""
+        if real is None or innermost_hooks() is not None:  # a checkpoint around the layer recomputes it without ``real``
             return None, args, kwargs
         tensors, put_together = taken_apart((args, kwargs))
         roles = [_role(tensor, real) for tensor in tensors]
@@ -77,10 +77,10 @@ class UnpaddedLayer:
         rest = put_together([...] * len(tensors))
         if None in roles or not all(map(is_plain, (*rest[0], *rest[1].values()))):
             return False
-        # A rate of dropout may have been set since, and hooks come and go.
+        # Dropout rates may have been set since the last call, and hooks come and go.
         rates = ("p", "attention_dropout")
         modules = [(child.training, *(getattr(child, rate, 0) for rate in rates)) for child in self._module.modules()]
-        # Numbers may be others in each step (``num_items_in_batch``), flags choose what is computed.
+        # Numbers may differ in each step (``num_items_in_batch``), but flags decide what is computed.
         plain = [value if isinstance(value, (bool, str)) else type(value) for value in (*rest[0], *rest[1].values())]
         dtypes = [tensor.dtype for tensor in tensors]
         key = (*roles, *dtypes, *plain, *modules, torch.is_autocast_enabled(), has_hooks_inside(self._module))
@@ -95,7 +95,7 @@ class UnpaddedLayer:
 
     def _reason_against(self, key: Hashable, tensors: list[torch.Tensor], trial: Callable[..., str | None]) -> str | None:
         children = [child for child in self._module.modules() if child is not self._module]
-        # Llama 4 scales queries by the place in the row, from some thousands of tokens on.
+        # Llama 4 scales queries by their index in the row, from some thousands of tokens on.
         if any(getattr(at, "attn_temperature_tuning", False) and not getattr(at, "use_rope", False) for at in children):
             return "it counts tokens by itself"
         shapes = tuple((tensor.shape[2:], tensor.dtype, tensor.device.type) for tensor in tensors)
@@ -104,7 +104,7 @@ class UnpaddedLayer:
 
 
 def _role(tensor: torch.Tensor, real: RealTokens) -> _Role | None:
-    """None if the shape leaves doubt."""
+    """The role of an argument, or None if its shape leaves doubt."""
     samples, width, shape = len(real.lengths), real.width, tuple(tensor.shape)
     if not shape:
         return _Role.NUMBER
@@ -128,13 +128,13 @@ def _in_a_row(tensor: torch.Tensor, role: _Role | None, real: RealTokens) -> tor
 
 
 def batch_of(row: RealTokens | None, output: Any) -> Any:
-    """What a layer returns, with its tensors as batches again if it ran on a row."""
+    """A layer's output, with its tensors put back into batches if the layer ran on a row."""
     return output if row is None else map_tensors(row.batch, output)
 
 
 class SampleAttention(TorchFunctionMode):
-    """In the body, torch's attention of a row keeps each of the ``real`` tokens within its own sample. Raises an
-    ``UnsupportedError`` for another attention than a causal one without a mask."""
+    """Keeps torch's attention of each of the ``real`` tokens of a row within the token's sample, in the body. Raises an
+    ``UnsupportedError`` for attention that isn't causal or has a mask."""
 
     def __init__(self, real: RealTokens) -> None:
         super().__init__()
@@ -152,8 +152,8 @@ class SampleAttention(TorchFunctionMode):
 
 
 def causal_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Queries, keys, values, and what else a call of torch's attention is given, if it is causal and has no mask; an
-    ``UnsupportedError`` for another one."""
+    """The queries, keys, values and other arguments of a call of torch's attention. Raises an ``UnsupportedError`` if it isn't
+    causal or has a mask."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     query, key, value = (given.pop(name) for name in names[:3])
@@ -174,9 +174,9 @@ def attend_within_samples(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Causal attention of queries (1, heads, N, head size) to keys and values (1, heads or fewer, N, head size), each sample
-    to itself. Samples begin at ``begins`` (B + 1,) and have ``longest`` tokens at most, and ``counts`` each; None in a
-    compiled graph, which doesn't know them. An ``UnsupportedError`` for such a graph on a GPU without flash attention."""
+    """Causal attention of each sample of a row to itself. Queries are (1, heads, N, head size), keys and values may have fewer
+    heads. Samples begin at ``begins`` (B + 1,) and have ``counts`` tokens, ``longest`` at most. A compiled graph doesn't know
+    ``counts`` (None), and raises an ``UnsupportedError`` on a GPU where flash attention can't run."""
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -185,7 +185,7 @@ def attend_within_samples(
     may_flash = query.is_cuda and torch.backends.cuda.flash_sdp_enabled()
     if suits and may_flash and torch.cuda.get_device_capability(query.device) >= (8, 0):
         by_token = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-        # As ``torch.nn.attention.varlen`` of newer versions of torch does it.
+        # As in ``torch.nn.attention.varlen`` of newer versions of torch.
         made = torch.ops.aten._flash_attention_forward(
             *by_token, begins, begins, longest, longest, dropout_p, True, False, scale=scale
         )
@@ -208,7 +208,7 @@ def attend_within_samples(
 def _examine(
     tensors: list[torch.Tensor], roles: list[_Role | None], put_together: Any, forward: Any, device: torch.device
 ) -> str | None:
-    """Tries a layer on one row of two made-up samples, and on one of them alone. Returns why it computes padding, or None."""
+    """Tries a layer on a row of two made-up samples and on one of them alone. Returns why it computes padding, or None."""
     first, second = _LENGTHS
     real = RealTokens.of_counts(_LENGTHS, _LENGTHS, second, device)
     row = [_made_up(tensor, role, device) for tensor, role in zip(tensors, roles, strict=True)]
@@ -227,9 +227,9 @@ def _examine(
         with torch.enable_grad():
             with SampleAttention(real):
                 results = [made[:, first:] for made in run(leaves)]
-            # Gives autograd's thread for the device its CUDA context: cuBLAS warns where it has none.
+            # Gives autograd's thread a CUDA context, without which cuBLAS warns.
             torch.ones((), device=device, requires_grad=True).mul(2.0).backward()
-            # What a checkpoint inside the layer computes again doesn't see samples, as in training.
+            # Outside of SampleAttention: in training, too, a checkpoint inside the layer recomputes without it.
             found = torch.autograd.grad(results, wanted, [torch.ones_like(made) for made in results], allow_unused=True)
         return [gradient[:, first:] for gradient in found if gradient is not None]
 
@@ -255,7 +255,7 @@ def _examine(
 
 
 def _made_up(tensor: torch.Tensor, role: _Role | None, device: torch.device) -> torch.Tensor | None:
-    """A tensor like this one, with made-up values for the trial's row."""
+    """A tensor with this one's role, dtype and other dimensions, and made-up values for the trial's row."""
     if role is _Role.MASK:
         return None
     if role is _Role.NUMBER:
@@ -276,7 +276,6 @@ def _spoilt(tensor: torch.Tensor | None, role: _Role | None, tokens: slice) -> t
 
 
 def _cut(tensor: torch.Tensor | None, role: _Role | None, tokens: slice) -> torch.Tensor | None:
-    """Some tokens of a row."""
     if tensor is None or role is _Role.NUMBER:
         return tensor
     return tensor[tokens] if role is _Role.COLUMN else tensor[:, tokens]

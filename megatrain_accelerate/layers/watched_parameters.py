@@ -1,10 +1,10 @@
 """Notices the first access to a model's parameters while Python would see old weights or gradients in them.
 
 ``optimizer.step()`` returns before the weights are stepped, gradients of a micro-batch arrive after its backward has returned,
-and clipping leaves the gradients to the step. Whoever looks in between (a callback, an average of the weights) must see what
-plain PyTorch shows. So the parameters' class is, until the next backward, a subclass with ``__torch_function__``, which torch
-calls for each function, method and attribute of theirs. The first call that could read or change values brings all up to date
-and ends the watch. If nobody looks, a watch costs two assignments of ``__class__`` a parameter, and ``zero_grad()`` one call.
+and clipping leaves scaling to the step. Whoever looks in between (a callback, an average of the weights) must see what plain
+PyTorch shows. So until the next backward the parameters' class is a subclass with ``__torch_function__``, which torch calls
+for each of their functions, methods and attributes. The first call that could read or change values brings all up to date and
+ends the watch. If nobody looks, a watch costs two assignments of ``__class__`` a parameter, and ``zero_grad()`` one call.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-"""The watches that are on: one for each model whose parameters are out of date, so usually one or none."""
+"""The watches that are on, one for each model whose parameters are out of date: usually one or none."""
 _settling = threading.RLock()
 
 
 class Watch:
-    """Watches the parameters of one model. ``settle`` brings weights and gradients to what plain PyTorch would show; it is
-    called when one is touched, or at once where one has another class than ``nn.Parameter`` and can't be watched."""
+    """Watches the parameters of one model. ``settle`` makes weights and gradients what plain PyTorch would show. It is called
+    when a parameter is touched, or at once if one has another class than ``nn.Parameter`` and can't be watched."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], settle: Callable[[], None]) -> None:
         self._parameters = list(parameters)
@@ -34,7 +34,7 @@ class Watch:
         self.is_on = False
 
     def begin(self) -> None:
-        """Watches from now on. Does nothing if the watch is on."""
+        """Begins to watch. Does nothing if the watch is on."""
         if not self._can_watch:
             self._settle()
         elif not self.is_on:
@@ -44,7 +44,7 @@ class Watch:
                 parameter.__class__ = _WatchedParameter
 
     def end(self) -> None:
-        """Leaves the parameters alone from now on, be they up to date or not. Does nothing if the watch is off."""
+        """Ends the watch, whether or not the parameters are up to date. Does nothing if it is off."""
         if self.is_on:
             self.is_on = False
             _watches.discard(self)
@@ -52,7 +52,7 @@ class Watch:
 
     @staticmethod
     def release(parameters: Iterable[nn.Parameter]) -> None:
-        """Leaves some parameters alone, which are up to date, until the next watch begins."""
+        """Stops watching some parameters, which are up to date, until the next watch begins."""
         for parameter in parameters:
             if type(parameter) is _WatchedParameter:
                 parameter.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -67,7 +67,7 @@ class Watch:
 
 
 def unwatched() -> Any:
-    """A context manager in which this thread touches parameters without being noticed."""
+    """Returns a context manager under which this thread touches parameters without being noticed."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -87,13 +87,13 @@ _HARMLESS = frozenset(
     + [getattr(_tensor, name) for name in _METHODS if hasattr(_tensor, name)]
     + [_tensor.requires_grad.__set__]
 )
-"""Functions that neither read nor change values; of properties ``__get__`` and ``__set__``."""
+"""Functions that neither read nor change values. Properties are here by their ``__get__`` and ``__set__``."""
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
 _ZERO_GRAD = nn.Module.zero_grad.__code__
 
 
 class _WatchedParameter(nn.Parameter):
-    """A parameter while it is watched; its class changes back to ``nn.Parameter`` after the watch."""
+    """The class of a parameter while it is watched. Afterwards it is ``nn.Parameter`` again."""
 
     @classmethod
     def __torch_function__(
@@ -108,13 +108,13 @@ class _WatchedParameter(nn.Parameter):
             with _settling:  # another thread that looks meanwhile waits here
                 for watch in list(_watches):
                     watch.settle()
-            if any(kind is not cls for kind in types):  # tensors of another class have a say in what comes out
+            if any(kind is not cls for kind in types):  # other classes' ``__torch_function__`` must see the call, too
                 return func(*args, **(kwargs or {}))
         with unwatched():
             return func(*args, **(kwargs or {}))
 
     def __new__(cls, *args: Any) -> nn.Parameter:  # type: ignore[misc]
-        # A deep copy, for which nn.Parameter calls the class: nobody watches it.
+        # nn.Parameter calls the class for a deep copy, which nobody watches.
         return nn.Parameter(*args)
 
 

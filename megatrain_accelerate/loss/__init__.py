@@ -1,1 +1,1 @@
-"""The loss by tiles of tokens: logits that never exist whole."""
+"""Computes the loss by tiles of tokens, so that the logits never exist as a whole."""

@@ -1,7 +1,7 @@
-"""Logits that are made only if somebody reads them, and the head that returns them in training: :class:`LazyLogits`, a tensor
-with shape, dtype, device and a place in the autograd graph, but no memory. Views that keep the vocabulary axis whole and
-element-wise operations with numbers are recorded on it; ``cross_entropy`` of it runs by tiles; anything else makes the values,
-by the operations of plain PyTorch. Recording happens below autograd: gradients find PyTorch's own nodes."""
+"""Logits that are computed only if somebody reads them, and the head that returns them in training. :class:`LazyLogits` is a
+tensor with shape, dtype, device and a node in autograd's graph, but no memory. It records views that keep the vocabulary axis
+whole and element-wise operations with numbers. Its ``cross_entropy`` runs by tiles. Any other operation computes the values as
+plain PyTorch does. Recording happens below autograd, so that the graph has PyTorch's own nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 _ELEMENTWISE = {_aten._to_copy.default, _aten.mul.Tensor, _aten.div.Tensor, _aten.tanh.default, _aten.neg.default}
 
 _VIEWS = {_aten.view.default, _aten.slice.Tensor, _aten.alias.default}
-"""Recorded operations whose result shares memory with what they were called on."""
+"""Recorded operations whose result shares memory with their argument."""
 
 _RECORDED = _ELEMENTWISE | _VIEWS | {_aten._unsafe_view.default, _aten.clone.default, _aten.detach.default}
 
@@ -35,44 +35,43 @@ _READERS = {
     *(getattr(torch.Tensor, f"__{name}__") for name in ("array", "deepcopy", "dlpack", "format", "reduce_ex", "repr")),
     *(getattr(torch.Tensor, name) for name in ("data_ptr", "numpy", "storage", "tolist", "untyped_storage")),
 }
-"""Methods that look at memory without an operation of the dispatcher."""
+"""Methods that read memory without calling the dispatcher."""
 
 
 class HeadCall(NamedTuple):
-    """One call of the head, see :func:`lazy_linear`."""
+    """One call of the head. See :func:`lazy_linear`."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     is_current: Callable[[], bool]
-    """Whether the weights are those of the call."""
     real: RealTokens | None
-    """Of the batch, those that aren't padding; None where it has little of that."""
+    """The real tokens of the batch, or None if padding isn't left out."""
 
     def logits(self) -> torch.Tensor:
-        """All logits, (..., V), without a graph. A StateError if the head's weights were changed since the call."""
+        """All logits (..., V), without a graph. Raises a StateError if the head's weights have changed since the call."""
         if not self.is_current():
             raise StateError(
                 "logits were read after the head's weights had changed (by optimizer.step() or a write). They are made when "
                 "they are first read: read them before the step, or set megatrain_config.tiled_loss to false"
             )
-        # The operands have the dtype in which the head computed, cast by autocast or not.
+        # The operands already have the dtype of the head's computation, with autocast or without.
         with torch.no_grad(), torch.autocast(self.hidden.device.type, enabled=False):
             return functional.linear(self.hidden, self.weight, self.bias)
 
 
 class LazyLogits(torch.Tensor):
-    """Logits without memory; see the module. Made by :func:`lazy_linear` and by recorded operations."""
+    """Logits without memory, as the module describes. :func:`lazy_linear` and recorded operations return them."""
 
     _call: HeadCall
     _parent: LazyLogits | None
     _operation: Operation | None
     _cell: list[torch.Tensor | None]
-    """The values once they are made; what was detached has the same cell."""
+    """The values, or None until they are computed. Shared with detached logits."""
 
     @staticmethod
     def _make(call: HeadCall, like: torch.Tensor, parent: LazyLogits | None, operation: Operation | None) -> LazyLogits:
-        """A new one with shape, strides and dtype of ``like``: ``operation`` on ``parent``, or the head's own output."""
+        """New logits in the shape, strides and dtype of ``like``: of ``operation`` on ``parent``, or the head's own output."""
         made: LazyLogits = torch.Tensor._make_wrapper_subclass(
             LazyLogits, like.shape, strides=like.stride(), dtype=like.dtype, device=call.hidden.device, storage_size=0
         )
@@ -80,7 +79,7 @@ class LazyLogits(torch.Tensor):
         return made
 
     def _materialised(self) -> torch.Tensor:
-        """The values, without a graph, made once: all see in-place writes. A StateError if they can't be made any more."""
+        """The values without a graph, computed once so that all see writes. Raises a StateError if they can't be any more."""
         if (value := self._cell[0]) is None:
             if self._parent is None or self._operation is None:
                 value = self._call.logits()
@@ -102,11 +101,11 @@ class LazyLogits(torch.Tensor):
             if (loss := _tiled(*args, **kwargs)) is not None:
                 return loss
         elif func in _READERS:
-            args = (args[0].unsqueeze(0).squeeze(0), *args[1:])  # not recorded: an ordinary tensor that shares their values
+            args = (args[0].unsqueeze(0).squeeze(0), *args[1:])  # not recorded, so that this is an ordinary tensor
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    @classmethod  # the base's is a marker for "none"
+    @classmethod  # in torch.Tensor it is a marker that says there is none
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if (recorded := _record(func, args, kwargs)) is not None:
@@ -119,12 +118,12 @@ class LazyLogits(torch.Tensor):
             return made
 
         args, kwargs = tree_map_only(LazyLogits, value, (args, kwargs))
-        # What comes back as it went in was written in place: the caller's own tensor must come back.
+        # An operation that returns its argument wrote to it in place. The caller must get its own tensor back.
         return tree_map_only(torch.Tensor, lambda tensor: lazy.get(id(tensor), tensor), func(*args, **kwargs))
 
 
 class _LazyLinear(torch.autograd.Function):
-    """The head's place in the graph: its gradient is that of ``linear``."""
+    """The head's node in the graph, with the gradients of ``linear``."""
 
     @staticmethod
     def forward(
@@ -155,21 +154,21 @@ def lazy_linear(
     weights_version: Callable[[], Any],
     real: RealTokens | None = None,
 ) -> LazyLogits:
-    """``torch.nn.functional.linear`` of (..., D), (V, D), and (V,) or None, in the dtype in which the head computes, later.
-    ``weights_version`` changes whenever the weights do; logits that are read after that can't be made. A loss of them looks
-    which tokens have a label if the batch has ``real`` ones among others; for that it waits for the device."""
+    """``torch.nn.functional.linear`` of (..., D), (V, D), and (V,) or None, of one dtype, computed later. ``weights_version``
+    changes whenever the weights do. After that logits can't be computed any more. With ``real`` tokens a loss is computed of
+    those with a label alone, and waits for the device to find them."""
     version = weights_version()
     call = HeadCall(hidden, weight, bias, lambda: weights_version() == version, real)
     return _LazyLinear.apply(hidden, weight, bias, call)
 
 
 def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:
-    """The result of an operation that can wait, or None."""
+    """The lazy result of an operation that can be recorded, else None."""
     logits = args[0] if args else None
     if func not in _RECORDED or not isinstance(logits, LazyLogits) or logits._version:
         return None
     others = [value for value in args[1:] if isinstance(value, torch.Tensor)]
-    # A factor that learns needs the logits for its gradient.
+    # The gradient of a trained factor needs the logits.
     if any(type(other) is not torch.Tensor or other.dim() or other.requires_grad for other in others):
         return None
     if any(key not in ("dtype", "memory_format") and value is not None for key, value in kwargs.items()):
@@ -180,12 +179,12 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLog
         try:
             result = func(like, *rest, **kwargs)
         except RuntimeError:
-            # The real operation has the better message.
+            # The real operation raises the better message.
             return None
     if not result.shape or result.shape[-1] != logits.shape[-1] or not result.is_floating_point():
         return None
     if func is _aten.detach.default:
-        # So autograd saves what tanh made, in tanh's own node: as a child of that it would hold the node, and the node itself.
+        # Autograd saves tanh's detached result in tanh's node. As a child of that result it would hold the node: a cycle.
         twin = LazyLogits._make(logits._call, result, logits._parent, logits._operation)
         twin._cell = logits._cell
         return twin
@@ -193,7 +192,7 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLog
 
 
 def _tiled(input: torch.Tensor, target: torch.Tensor, *others: Any, **given: Any) -> torch.Tensor | None:
-    """``cross_entropy`` by tiles; None if it has to be computed from the logits."""
+    """``cross_entropy`` by tiles, or None if it has to be computed from the logits."""
     options: dict[str, Any] = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
     options |= {name: value for name, value in given.items() if value is not None}
     if others or len(options) > 3 or options["reduction"] not in ("mean", "sum"):
@@ -205,20 +204,20 @@ def _tiled(input: torch.Tensor, target: torch.Tensor, *others: Any, **given: Any
     nodes, call = [input], input._call
     while (parent := nodes[0]._parent) is not None:
         nodes.insert(0, parent)
-    # Hooks want to see the gradient of the logits, which tiles don't make as a whole.
+    # Hooks expect the gradient of all logits, which tiles don't make.
     if any(node._version or node._backward_hooks or node.retains_grad for node in nodes):
         return None
     hidden, head_weight, bias = call.hidden, call.weight, call.bias
     if not input.requires_grad or not torch.is_grad_enabled():
         hidden, head_weight, bias = hidden.detach(), head_weight.detach(), bias.detach() if bias is not None else None
     elif any(node.is_leaf or not node.requires_grad for node in nodes):
-        # Somebody cut the graph and began a new one in between.
+        # Somebody detached logits in between and began a new graph.
         return None
     chain = []
     for node in nodes:
         if (operation := node._operation) is None:
             continue
-        # What moved tokens moves the hidden states.
+        # Operations on the token axes apply to the hidden states instead.
         if operation.function in (_aten.view.default, _aten._unsafe_view.default):
             hidden = hidden.reshape(*node.shape[:-1], hidden.shape[-1])
         elif operation.function in _ELEMENTWISE:
@@ -232,8 +231,8 @@ def _tiled(input: torch.Tensor, target: torch.Tensor, *others: Any, **given: Any
 
 
 def find_head(model: Any, layers: Iterable[nn.Module]) -> nn.Linear | None:
-    """The module that makes the logits, if it is a plain ``nn.Linear`` outside the layers; else None. A head of another class
-    (an adapter's, a quantised one), or with a forward that somebody replaced, is left alone."""
+    """The module that computes the logits, if it is a plain ``nn.Linear`` outside the layers, else None. A head of another
+    class (an adapter's, a quantised one) or with a replaced forward is left alone."""
     head = None
     with contextlib.suppress(AttributeError, NotImplementedError):
         head = model.get_output_embeddings() if callable(model.get_output_embeddings) else None
@@ -249,16 +248,16 @@ def tile_head(
     before_copy: Callable[[], None],
     real: Callable[[], RealTokens | None],
 ) -> Callable[[], None]:
-    """Makes a head return lazy logits in training, until what is returned is called. The head changes class as streamed layers
-    do, so copies and pickles of the model hold the plain one. ``weights_version`` changes whenever its weights do;
-    ``before_copy`` is called before the head is copied or pickled; ``real`` tells the real tokens of the batch."""
+    """Makes a head return lazy logits in training. Returns a function that undoes it. The head becomes a proxy like streamed
+    layers, so that copies and pickles of the model hold the plain head. ``weights_version`` changes whenever the weights do,
+    ``before_copy`` is called before the head is copied or pickled, and ``real`` returns the real tokens of the batch."""
 
     def run(head: Any, /, *args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs or len(args) != 1 or not _is_worth_waiting(head, args[0]):
             return forward(*args, **kwargs)
         hidden, weight, bias = args[0], head.weight, head.bias
         kind = hidden.device.type
-        if torch.is_autocast_enabled(kind):  # as autocast would do it for `linear`
+        if torch.is_autocast_enabled(kind):  # casts as autocast does for `linear`
             dtype = torch.get_autocast_dtype(kind)
             hidden, weight, bias = (None if operand is None else operand.to(dtype) for operand in (hidden, weight, bias))
         if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
@@ -266,7 +265,7 @@ def tile_head(
         return lazy_linear(hidden, weight, bias, weights_version, real())
 
     for dtype in {head.weight.dtype, torch.bfloat16} - {torch.float32}:
-        product_form(head.weight.device.type, dtype)  # so that no step has to wait for the device
+        product_form(head.weight.device.type, dtype)  # tried out here, so that no step waits for the device
     forward = install_proxy(head, run, before_copy)
     return functools.partial(remove_proxy, head, forward)
 
@@ -274,10 +273,10 @@ def tile_head(
 def _is_worth_waiting(head: nn.Linear, hidden: Any) -> bool:
     if not (head.training and torch.is_grad_enabled() and isinstance(hidden, torch.Tensor) and hidden.dim() >= 2):
         return False
-    # What `linear` would refuse, or autocast leave alone, goes there.
+    # What `linear` would refuse, or autocast wouldn't cast, is left to `linear`.
     if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16) or hidden.shape[-1] != head.in_features:
         return False
     if not any(tensor is not None and tensor.requires_grad for tensor in (hidden, head.weight, head.bias)):
         return False
-    # As few logits as this take no more memory than tiles do, and the plain way is exact to the bit.
+    # So few logits take no more memory than tiles, and `linear` gives the bits of plain PyTorch.
     return hidden.shape[:-1].numel() > strip_tokens(head.out_features)

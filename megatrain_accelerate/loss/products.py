@@ -1,4 +1,4 @@
-"""Matrix products of bf16 that are added up in fp32: the sums over tiles round once, at the end."""
+"""Adds bf16 matrix products up in fp32, so that sums over tiles are rounded only once."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatrain_accelerate.layers import token_tiles
 from megatrain_accelerate.units import MIB
 
 PART_BYTES = 64 * MIB
-"""Bytes of a converted operand, where a product has to be taken in parts."""
+"""Bytes of an fp32 temporary, for products that need one and are computed in parts."""
 
 
 @functools.cache
 def product_form(device_type: str, dtype: torch.dtype) -> str:
-    """How this torch adds a half-precision product to an fp32 matrix on the device. ``addmm``: in one kernel; ``mm``: fp32
-    product, then a sum; ``rounded``: the product is rounded first; ``converted``: the operands are converted. Tried out with
-    small matrices, since versions differ in which overload takes what; waits for the device the first time."""
+    """How this torch adds a half-precision product to an fp32 matrix on the device: in one kernel (``addmm``), by an fp32
+    product and a sum (``mm``), by a ``rounded`` product and a sum, or with ``converted`` operands. It is tried out on small
+    matrices, since versions differ in what overloads take, and waits for the device the first time."""
     if device_type != "cuda":
         return "converted"
     ones = torch.ones(16, 16, dtype=dtype, device=device_type)
@@ -39,24 +39,25 @@ _stands_for_gpu = False
 
 
 def standing_for_a_gpu() -> contextlib.AbstractContextManager[None]:
-    """Products of tensors without data are taken as on a GPU while the body runs, though the tensors are the CPU's."""
+    """Makes products of fake CPU tensors run as on a GPU in the body."""
     return replaced(sys.modules[__name__], "_stands_for_gpu", True)
 
 
 def runs_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether what makes the tensor is a kernel of a GPU, or is taken as one."""
+    """Whether a tensor is on a GPU, or is a fake one that stands for a tensor there."""
     return tensor.device.type == "cuda" or (_stands_for_gpu and isinstance(tensor, FakeTensor))
 
 
 def _form(total: torch.Tensor, dtype: torch.dtype) -> str:
     if total.dtype == dtype:
-        return "converted"  # by nothing at all
-    # Not every torch knows the shapes of `out_dtype` without data; a part's temporary is small in the prediction.
+        return "converted"  # a conversion to the same dtype does nothing
+    # Not every torch can run `out_dtype` on fake tensors. The temporary of one part hardly counts in the estimate.
     return "rounded" if isinstance(total, FakeTensor) and runs_on_gpu(total) else product_form(total.device.type, dtype)
 
 
 def parts(total: torch.Tensor, dtype: torch.dtype, rows: int, width: int) -> Iterator[slice]:
-    """Slices of ``rows`` in which products of ``dtype`` go to ``total``: temporaries of ``width`` columns stay small."""
+    """Slices of ``rows`` by which to add products of ``dtype`` to ``total``, so that fp32 temporaries of a slice, of ``width``
+    columns, take :data:`PART_BYTES` at most. One slice if no temporaries are needed."""
     whole = total.dtype == dtype or _form(total, dtype) == "addmm"
     step = rows if whole else max(1, PART_BYTES // (4 * width))
     for begin in token_tiles.tiles(range(0, rows, step)):
@@ -64,9 +65,8 @@ def parts(total: torch.Tensor, dtype: torch.dtype, rows: int, width: int) -> Ite
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """``total += left @ right``, in place, summed in the dtype of ``total``. On CUDA since torch 2.8 the product of
-    half-precision operands comes in fp32 from the tensor cores. Before that it is rounded once for each call there; on the CPU
-    the operands are converted. ``total`` is fp32 or of their dtype."""
+    """``total += left @ right``, in place, summed in the dtype of ``total``, which is fp32 or that of the operands. On CUDA
+    half-precision products are fp32 since torch 2.8, before that rounded once for each call. The CPU converts operands."""
     form = _form(total, left.dtype)
     if form == "addmm":
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)

@@ -1,6 +1,6 @@
-"""Cross entropy of a linear head, by tiles of tokens, forward and gradient at once. Of the logits one tile exists at a time,
-and becomes its own gradient in place; gradients of hidden states, weight and bias are summed, and backward only scales them.
-Liger Kernel (arXiv 2410.10989) and Cut Cross-Entropy (arXiv 2411.09009) fuse loss and head so; here the element-wise part is
+"""Computes the cross entropy of a linear head and its gradients by tiles of tokens. One tile of logits exists at a time. Its
+gradient overwrites it. Gradients of hidden states, weight and bias are summed in forward, and backward only scales them.
+Liger Kernel (arXiv 2410.10989) and Cut Cross-Entropy (arXiv 2411.09009) fuse loss and head, too. Here the element-wise part is
 the user's own chain of torch operations. Shapes: N tokens, V vocabulary, D hidden, n tokens of a tile."""
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from megatrain_accelerate.loss.products import add_product, parts
 from megatrain_accelerate.units import MIB
 
 TILE_BYTES = 512 * MIB
-"""Bytes of one tile's logits, in the head's dtype: many enough tokens for the products to be bound by arithmetic."""
+"""Bytes of one tile's logits in the head's dtype. These are enough tokens for the products to be bound by arithmetic."""
 
 MIN_TILE_TOKENS = 512
-"""Tokens of a tile at least, however large the vocabulary."""
+"""The smallest number of tokens in a tile, however large the vocabulary."""
 
 STRIP_BYTES = 256 * MIB
-"""Bytes of a strip's logits in fp32. The loss is taken by strips of a tile: it needs three such at once."""
+"""Bytes of a strip's logits in fp32. A tile's loss is computed by strips, since it needs three such tensors at once."""
 
 _TOKENS_MULTIPLE = 128
 
 
 class Operation(NamedTuple):
-    """An operation that was recorded on logits: called with a tensor before ``args``."""
+    """An operation that was recorded on logits. Its first argument is a tensor, followed by ``args``."""
 
     function: Any
     args: tuple[Any, ...]
@@ -47,15 +47,15 @@ def tile_tokens(vocabulary: int, itemsize: int) -> int:
 
 
 def strip_tokens(vocabulary: int) -> int:
-    """Tokens of one strip; a batch of no more isn't worth tiles."""
+    """Tokens of one strip. Tiles aren't worth it for a batch of no more."""
     return max(1, STRIP_BYTES // (4 * vocabulary))
 
 
 class TiledCrossEntropy(torch.autograd.Function):
-    """``cross_entropy(chain(linear(hidden, weight, bias)), target)`` as one node. ``hidden`` is (N, D), ``weight`` (V, D) and
-    ``bias`` (V,) or None, in the head's dtype; ``target`` (N,) token ids; ``chain`` the element-wise operations between head
-    and loss, in order; ``options`` has ``ignore_index``, ``reduction`` and ``label_smoothing``. The loss has no dimensions,
-    and the dtype that the untiled one has."""
+    """``cross_entropy(chain(linear(hidden, weight, bias)), target)`` as one node. ``hidden`` (N, D), ``weight`` (V, D) and
+    ``bias`` (V,) or None have the head's dtype, ``target`` (N,) has token ids. ``chain`` has the element-wise operations
+    between head and loss, in order, ``options`` has ``ignore_index``, ``reduction`` and ``label_smoothing``. The loss is a
+    scalar of the dtype that the untiled one has."""
 
     @staticmethod
     def forward(
@@ -100,10 +100,10 @@ class TiledCrossEntropy(torch.autograd.Function):
                         grad_bias += logits.sum(0, dtype=grad_bias.dtype)
         divisor = None
         if options["reduction"] == "mean":
-            # The sums are divided in backward: before that, the gradient of a logit is p - 1 or p, where rounding to bf16 is
-            # small against 1; a divided one would carry the error of the rounded divisor in every token.
+            # The sums are divided only in backward. Until then a logit's gradient is p - 1 or p, whose rounding to bf16 is
+            # small against 1. A divided one would have the error of the rounded divisor in every token.
             divisor = (target != options["ignore_index"]).sum().to(sum_dtype)
-            # Without a token left the loss is 0 / 0 = nan, as torch's, and the gradients zero.
+            # If all tokens are ignored, the loss is 0 / 0 = nan as in torch, and the gradients are zero.
             total = total / divisor
             divisor = divisor.clamp(min=1)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, divisor)
@@ -115,7 +115,7 @@ class TiledCrossEntropy(torch.autograd.Function):
         *all_sums, divisor = ctx.saved_tensors
         with torch.autocast(grad_output.device.type, enabled=False):
             factor = grad_output if divisor is None else grad_output / divisor
-            # Rounded once, without a temporary of the sums' dtype on a GPU.
+            # Rounds once. On a GPU this needs no temporary of the sums' dtype.
             scaled = (s if s is None else torch.mul(s, factor, out=torch.empty_like(s, dtype=ctx.dtype)) for s in all_sums)
             return (*scaled, None, None, None)
 
@@ -128,7 +128,7 @@ def loss_to_gradient(
     options: dict[str, Any],
     wanted: bool,
 ) -> torch.dtype:
-    """Adds the tile's summed loss to ``total``, turns ``logits`` (n, V) into its gradient if wanted; returns its dtype."""
+    """Adds the loss to ``total``, and overwrites ``logits`` (n, V) by its gradient if wanted. Returns the loss's dtype."""
     step = strip_tokens(logits.shape[1])
     dtype = logits.dtype
     for begin in token_tiles.tiles(range(0, len(logits), step)):

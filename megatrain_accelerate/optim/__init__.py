@@ -1,1 +1,1 @@
-"""The fused optimizer on the host and the threads that run it."""
+"""The optimizers that step the host store: the fused AdamW, and any other on fp32 masters."""

@@ -32,14 +32,14 @@ from megatrain_accelerate.transfer.meter import Cause
 from megatrain_accelerate.transfer.parts import Stepped, Streamed
 
 UNFUSED_OPTIONS = ("amsgrad", "differentiable")
-"""Options of a group of Adam or AdamW that the fused kernel hasn't."""
+"""Options of a group of Adam or AdamW that the fused kernel doesn't support."""
 
 Step = tuple[ParameterState, AdamArguments]
 """A parameter and the constants with which it is stepped."""
 
 
 def refuse_unfused(groups: Iterable[dict[str, Any]]) -> None:
-    """Raises an ``UnsupportedError`` for groups that were edited or loaded, and have options that the fused kernel hasn't."""
+    """Raises an ``UnsupportedError`` if a group, edited or loaded, has an option that the fused kernel doesn't support."""
     for group in groups:
         for option in UNFUSED_OPTIONS:
             if group.get(option):
@@ -52,17 +52,17 @@ def refuse_unfused(groups: Iterable[dict[str, Any]]) -> None:
 
 def _next_steps(entries: Sequence[dict[str, Any]]) -> list[int]:
     """The number of each parameter's next step."""
-    # All at once: in each operation the worker may take the interpreter, and give it back late.
+    # All at once: in each operation the worker may take the interpreter lock, and release it late.
     return [int(step) + 1 for step in torch.stack([entry["step"] for entry in entries]).tolist()] if entries else []
 
 
 def _versions(states: Iterable[ParameterState]) -> list[tuple[int, int]]:
-    """Those of their weights and gradients."""
+    """The versions of each parameter's weight and of its gradient on the host."""
     return [(state.parameter._version, state.gradient._version) for state in states if state.gradient is not None]
 
 
 def _refuse_written(unit: HostUnit, states: Sequence[ParameterState], versions_then: list[tuple[int, int]]) -> None:
-    """A step that is applied later must find what it was taken with, else it is a ``StateError``."""
+    """Raises a ``StateError`` if a weight or gradient was written to between ``step()`` and the end of its arithmetic."""
     if (versions := _versions(states)) != versions_then:
         now, then, state = next(found for found in zip(versions, versions_then, states, strict=True) if found[0] != found[1])
         what = "weight" if now[0] != then[0] else "gradient"
@@ -73,7 +73,7 @@ def _refuse_written(unit: HostUnit, states: Sequence[ParameterState], versions_t
 
 
 def _refuse_rewritten(done: Iterable[Step]) -> None:
-    """Gradients that were used in backward must still be what they were."""
+    """Raises a ``StateError`` if gradients with which layers were stepped in backward aren't what they were."""
     if rewritten := sum(not state.has_norm or state.is_rewritten for state, _ in done):
         raise StateError(
             f"{rewritten} gradients were changed, replaced or dropped between backward and step() (by a callback, a hook or "
@@ -96,29 +96,29 @@ def _step_on_device(units: Iterable[tuple[HostUnit, Sequence[Step]]]) -> None:
         stepped[0][0].kernels.adamw_of_many(found)
     for unit, steps in stepped:
         unit.version += 1
-        increment_version([state.parameter for state, _ in steps])  # autograd knows nothing of the kernel
+        increment_version([state.parameter for state, _ in steps])  # autograd doesn't see the kernel's writes
         for state, _ in steps:
             state.handle.note_version()
 
 
 class FusedStep(HostStep):
-    """Adam and AdamW by the fused kernel: deferred, serial, or in backward (``config.step_schedule``)."""
+    """Adam and AdamW by the fused kernel, stepped deferred, serially or in backward (``config.step_schedule``)."""
 
     works_on_host = False
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> None:
         self._is_adamw = isinstance(optimizer, AdamW)
         self._shown: set[int] = set()
-        """``id`` of each parameter whose moments stand in the optimizer's state, unless somebody put others there."""
+        """``id`` of each parameter whose moments were put into the optimizer's state, where a script may replace them."""
         super().__init__(optimizer, runtime)
         self._group_of: dict[int, dict[str, Any]] = {}
         self._stepped_in_backward: dict[int, Step] = {}
-        # Views of an earlier engine's store would keep all of it.
+        # Views of an earlier engine's store would keep all of its memory alive.
         idle = [p for p in parameters_of(optimizer) if not runtime.trains(p) and id(p) in self._trained_before]
         own_copies([optimizer.state.get(parameter) for parameter in idle], runtime.config.host_memory_gib)
         self.schedule = schedule
         self.then: str | None = None
-        """The schedule from the next :meth:`step` on, if it is another."""
+        """The schedule from the next :meth:`step` on, if it changes then."""
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -126,21 +126,21 @@ class FusedStep(HostStep):
         return self.optimizer
 
     def hold(self, parameters: Sequence[torch.Tensor]) -> None:
-        """See :meth:`HostStep.hold`; those that are new get moments, with the first step if the optimizer has none of them."""
+        """See :meth:`HostStep.hold`. New parameters take over the optimizer's moments, or get some with their first step."""
         new = {id(parameter) for parameter in parameters} - self.parameter_ids
         super().hold(parameters)
-        self.runtime.worker.drain()  # another optimizer may have held them
+        self.runtime.worker.drain()  # another optimizer may have queued steps of them
         for parameter in parameters:
             state = self.runtime.state_of(parameter)
             if id(parameter) in new and state is not None and state.row is not None:
                 unit = self.runtime.part_of(state).unit
                 unit.promise("moments")
                 if unit.is_on_device:
-                    unit.allocate("moments")  # before activations take the memory that the plan has for them
+                    unit.allocate("moments")  # before activations take the memory that the plan meant for them
                 self.import_state(state, self._optimizer.state.pop(parameter, None) or {})
 
     def import_state(self, state: ParameterState, values: dict[str, Any]) -> None:
-        """Sets a parameter's moments, step and residual from an optimizer's state for it; empty means none yet."""
+        """Sets a parameter's moments, step and residual from an optimizer's state for it. An empty one means zero moments."""
         if values:
             self.runtime.part_of(state).unit.allocate("moments")
         if state.moments is None:
@@ -157,35 +157,35 @@ class FusedStep(HostStep):
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether layers are stepped in backward, now or from the next :meth:`step` on."""
+        """Whether layers are stepped in backward, either already or from the next :meth:`step` on."""
         return "backward" in (self.schedule, self.then)
 
     def retire(self, why: str, copies: bool = False) -> None:
         super().retire(why, copies)
         states = {} if self.optimizer is None else self.optimizer.state
-        # In place: what a script holds of them, a state_dict() above all, are these very entries.
+        # In place: a script may hold these very entries, above all in a state_dict().
         entries = [entry for parameter, entry in states.items() if id(parameter) in self.parameter_ids]
         for entry in entries:
-            entry.pop(RESIDUAL_KEY, None)  # the weights' own, wherever these go
+            entry.pop(RESIDUAL_KEY, None)  # residuals belong to the weights
         if copies:
             own_copies(entries, self.runtime.config.host_memory_gib)
 
     def forget_backward(self) -> int:
-        """Steps that were taken in a backward that no ``step()`` followed don't count any more, but the weights stay those
-        after them. Returns how many parameters were stepped so. The worker must be idle."""
+        """Forgets the steps of a backward that no ``step()`` followed, without undoing what they did to the weights. Returns
+        how many parameters were stepped so. The worker must be idle."""
         count = len(self._stepped_in_backward)
         self._stepped_in_backward = {}
         return count
 
     def saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A ``state_dict()`` of the optimizer as it is shown: with moments that anybody can load."""
+        """The optimizer's ``state_dict()`` with moments that any optimizer can load, see :func:`.shown_in_fp32`."""
         return {**state_dict, "state": shown_in_fp32(state_dict["state"], self.runtime.config.host_memory_gib)}
 
     def load(self, optimizer: Optimizer, state_dict: dict[str, Any], own_load: Callable[[dict[str, Any]], None]) -> None:
-        """Loads moments, steps and residuals into the store, and all else by the optimizer's own way."""
+        """Loads moments, steps and residuals into the store, and all else by the optimizer's own ``load_state_dict()``."""
         refuse_unfused(state_dict["param_groups"])
         self.forget_backward()
-        # torch's own way would cast the moments to the weights' dtype and device, and hold a second copy.
+        # torch's own would cast the moments to the weights' dtype and device, and hold a second copy.
         loaded = [(key, p, state_dict["state"].get(key) or {}) for key, p in self.by_key(optimizer, state_dict)]
         outside = {} if self.is_retired else {key: without_residual(e) for key, p, e in loaded if not self.runtime.state_of(p)}
         own_load({"state": outside, "param_groups": state_dict["param_groups"]})
@@ -194,15 +194,15 @@ class FusedStep(HostStep):
             if not self.is_retired and state is not None and state.entry.spec.trainable:
                 self.import_state(state, entry)
             elif self.is_retired or (state is not None and entry):
-                # A parameter that is frozen now waits to be trained again.
+                # Kept for a frozen parameter until it is trained again.
                 optimizer.state[parameter] = dict(entry)
 
     def _entry(self, states: dict[Any, dict[str, Any]], state: ParameterState) -> dict[str, Any]:
-        """What the optimizer's ``states`` have for a parameter now, whose moments are made if they weren't. Where somebody
-        emptied or changed it the store follows, behind the steps that still write the moments."""
+        """Returns the entry of a parameter in the optimizer's ``states``, with moments, which are allocated if missing. If a
+        script emptied or changed the entry, the store takes that over after the queued steps that still write moments."""
         if state.moments is None:
-            self.runtime.part_of(state).unit.allocate("moments", touch=False)  # the step does, and nobody waits for it
-        if id(state.parameter) not in self.parameter_ids:  # put into a group by hand
+            self.runtime.part_of(state).unit.allocate("moments", touch=False)  # the step touches them while nobody waits
+        if id(state.parameter) not in self.parameter_ids:  # a script put it into a group
             self.hold([state.parameter])
         entry = states[state.parameter]
         if entry and shows(entry, state):
@@ -217,9 +217,9 @@ class FusedStep(HostStep):
         return entry
 
     def _steps(self, found: Iterable[Found], numbers: Iterable[int], factors: dict[int, float]) -> list[Step]:
-        """The steps of these numbers, of parameters with their groups; one object has the constants of all that share them."""
+        """Makes each parameter's step, with its number and clip factor. Parameters with equal constants share one object."""
         shared: dict[tuple[int, int, float], AdamArguments] = {}
-        equal: dict[AdamArguments, AdamArguments] = {}  # of several groups with the same settings
+        equal: dict[AdamArguments, AdamArguments] = {}  # groups with the same settings share, too
         steps = []
         for (state, group), number in zip(found, numbers, strict=True):
             factor = factors.get(id(state.parameter), 1.0)
@@ -235,7 +235,8 @@ class FusedStep(HostStep):
     def _submit(
         self, part: Stepped, steps: list[Step], before: Callable[[], bool] | None = None, experts: ExpertPart | None = None
     ) -> None:
-        """Hands a part's step to the worker, or that of some of its experts; their gate is closed until it is over."""
+        """Queues the step of a part, or of some of its ``experts``, for the worker. Its gate is closed until the step is
+        applied. The worker skips the step if ``before`` returns False."""
         unit, group = part.unit, part if isinstance(part, ResidentGroup) else None
         segments = plan_segments(steps)
         if experts is not None:
@@ -248,7 +249,7 @@ class FusedStep(HostStep):
             states.refuse_written(unit.name, [state for state, _ in steps])
         is_gathered = group is not None and self.runtime.gathers_groups
         readers_finished_event = group.announce_push() if group is not None and not is_gathered else None
-        # In backward gradients may still be added up by the worker; step() checks those.
+        # In backward the worker may still add up gradients. step() checks those.
         written = [] if before is not None else [state for state, _ in steps]
         versions = _versions(written)
 
@@ -270,9 +271,9 @@ class FusedStep(HostStep):
                     of_all.wait()
                 group.push_weights(readers_finished_event)
 
-        # In backward gradients may still be on their way.
+        # In backward gradients may still be in flight.
         expected = states.expect(unit.flat_states) if states is not None and segments and before is None else None
-        # Device copies are stale from now on, whether or not the worker has got to it.
+        # Device copies are stale from here on, even before the worker has applied the step.
         unit.version += 1
         of_all = None if shared is None else shared.next_step(unit.name)
         own = self.runtime.worker.submit(f"step ({unit.name})", work)
@@ -283,13 +284,13 @@ class FusedStep(HostStep):
     @torch.no_grad()
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
         """Fixes the step's settings and gradients, and hands the arithmetic to the worker. ``own_step``, the optimizer's
-        original one, steps the parameters of other modules. Raises what :meth:`begin_step`, :meth:`allows` and
-        :func:`refuse_unfused` do, and a StateError where layers were stepped in backward with other settings than those of
-        now, or gradients that should have passed are still there."""
+        original one, steps the parameters of other modules. Raises what :meth:`begin_step`, :meth:`with_gradients`,
+        :meth:`allows` and :func:`refuse_unfused` do. Raises a StateError if layers were stepped in backward with other
+        settings, or if gradients that pass are left that no backward has consumed."""
         runtime = self.runtime
         self.begin_step()
         if runtime.ranks is not None:
-            runtime.ranks.meet("optimizer.step()")  # WAR: none of them reads weights of before any more
+            runtime.ranks.meet("optimizer.step()")  # WAR: no rank reads the old weights any more
         refuse_unfused(optimizer.param_groups)
         self.schedule, self.then = self.then or self.schedule, None
         done, self._stepped_in_backward = self._stepped_in_backward, {}
@@ -316,7 +317,7 @@ class FusedStep(HostStep):
 
         of_host = [part for part in runtime.in_forward_order() if not part.unit.is_on_device]
         on_host = [(part, steps) for part in of_host if (steps := steps_of(part.unit))]
-        # The worker has something to do while the launches for the device are prepared, which wait for nothing else.
+        # Keeps the worker busy while the launches for the device are prepared, which wait for nothing else.
         submit(on_host[:1])
         try:
             _step_on_device((unit, steps_of(unit)) for unit in runtime.units if unit.is_on_device)
@@ -336,7 +337,7 @@ class FusedStep(HostStep):
         runtime.watch.begin()
 
     def _check_stepped_in_backward(self, found: list[Found], factors: dict[int, float], done: dict[int, Step]) -> None:
-        """Steps taken in backward must be the ones that ``step()`` would have taken."""
+        """Raises a StateError unless the steps taken in backward are those that ``step()`` would take."""
         with self.runtime.meter.blocked_by(Cause.HOST_STEP):
             self.runtime.worker.drain()
         stepped = [(state, group) for state, group in found if id(state.parameter) in done]
@@ -359,13 +360,13 @@ class FusedStep(HostStep):
                 )
 
     def layer_done(self, layer: Streamed, wait: Callable[[], None]) -> bool:
-        """Steps the layer under the schedule ``backward``, if this backward is the last before the step."""
+        """Steps the layer and returns True, if the schedule is ``backward`` and no other gradient of it can follow."""
         if self.schedule != "backward" or self.optimizer is None or layer.unit.is_on_device:
             return False
-        # What was added to a script's own tensor waits for step(), which brings it into its place.
+        # A gradient in a script's own tensor waits for step(), which copies it into the store.
         if not self.runtime.may_step_in_backward(layer) or any(state.has_foreign_gradient for state in layer.unit.states):
             return False
-        if not self._stepped_in_backward:  # once a backward: a model of experts has thousands of parameters
+        if not self._stepped_in_backward:  # once a backward: a model with experts has thousands of parameters
             refuse_unfused(self._optimizer.param_groups)
             self._group_of = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         if any(id(state.parameter) in self._stepped_in_backward for state in layer.unit.states):
@@ -389,7 +390,7 @@ class FusedStep(HostStep):
         def gradients_are_finite() -> bool:
             wait()
             finite = bool(self.runtime.norms.norms[torch.tensor(rows)].isfinite().all())
-            if not finite:  # step() finds the norm of all gradients so, too
+            if not finite:  # step() will find the global norm non-finite, too
                 for entry in entries:
                     entry["step"] -= 1
             return finite

@@ -1,6 +1,6 @@
-"""The optimizer that the Trainer sees: the user's own object, since schedulers hold it, whose ``step()`` works on the host
-store. Only its class is swapped for a subclass made here. Adam and AdamW run the fused kernel, deferred; any other torch
-optimizer runs its own ``step()`` on fp32 masters."""
+"""The optimizer that the Trainer sees. It is the user's own object, since schedulers hold it. Only its class is swapped, for a
+subclass made here whose ``step()`` works on the host store. Adam and AdamW run the fused kernel, after ``step()`` by
+default. Any other torch optimizer runs its own ``step()`` on fp32 masters."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> HostStep:
     """Makes ``optimizer`` step on the host store of ``runtime``. Its identity, groups and defaults stay. It may also hold
-    parameters that don't stream; an UnsupportedError for trained ones of another streamed model, or an optimizer that can't
-    work with the settings. ``schedule``: ``deferred``, ``backward`` or ``serial``, as all but Adam and AdamW are."""
-    runtime.bring_states()  # an optimizer before this one may have made other moments
+    parameters that don't stream. Raises an UnsupportedError for trained ones of another streamed model, or an optimizer that
+    can't work with the settings. ``schedule``: ``deferred``, ``backward`` or ``serial``. All but Adam and AdamW are serial."""
+    runtime.bring_states()  # the moments of an earlier optimizer may be on the device
     optimizer.__class__ = getattr(type(optimizer), "_megatrain_original_class", type(optimizer))
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("LBFGS runs the model several times within step(), which can't stream; use AdamW, for example")
-    # What the fused kernel does is what the optimizer's own step would do.
+    # Of these classes alone the fused kernel does what the optimizer's own step would do.
     is_fusable = type(optimizer) in (Adam, AdamW) and not any(
         group.get(option) for group in optimizer.param_groups for option in UNFUSED_OPTIONS
     )
@@ -50,7 +50,7 @@ def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: s
 
 def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) -> type[Optimizer]:
     runtime = driver.runtime
-    # Without the hooks that users and torch's profiler have on it.
+    # Without the wrapper that calls hooks of users and torch's profiler: Swapped.step has one of its own.
     own_step: Callable[[Optimizer], Any] = getattr(original.step, "__wrapped__", original.step)
 
     class Swapped(original):  # type: ignore[valid-type, misc]
@@ -65,21 +65,21 @@ def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) ->
             return loss
 
         def state_dict(self) -> dict[str, Any]:
-            runtime.bring_states()  # of weights that somebody wrote to, the residuals count no more
+            runtime.bring_states()  # the residuals of weights that somebody wrote to no longer count
             return driver.saved(self, original.state_dict(self))
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            # Weights that were loaded before are taken over now: seen later, they would reset the residuals loaded here.
+            # Takes over weights that were loaded before: noticed later, they would reset the residuals loaded here.
             runtime.bring_states()
             driver.load(self, state_dict, lambda saved: original.load_state_dict(self, saved))
 
         def add_param_group(self, param_group: dict[str, Any]) -> None:
-            original.add_param_group(self, param_group)  # brings what it is given into one form
+            original.add_param_group(self, param_group)  # normalises the group
             try:
                 if isinstance(driver, FusedStep):
                     refuse_unfused(self.param_groups[-1:])
                 if not driver.is_retired:
-                    # One of the model's that was frozen when it was prepared may wait for that to be done anew.
+                    # The model's own that were frozen when it was prepared wait until it is prepared anew.
                     new = self.param_groups[-1]["params"]
                     driver.hold([p for p in new if runtime.trains(p) or runtime.state_of(p) is None])
             except BaseException:
@@ -88,19 +88,19 @@ def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) ->
 
         def zero_grad(self, set_to_none: bool = True) -> None:
             if not set_to_none:
-                # Gradients on their way would come to lie over the zeros, and a deferred step may still read them.
+                # WAW, WAR: gradients in flight would overwrite the zeros, and a deferred step may still read them.
                 runtime.watch.settle()
             with unwatched():
                 original.zero_grad(self, set_to_none or runtime.config.passes_gradients)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            """Copies and pickles are plain optimizers of the original class: they hold copies of the parameters."""
+            """Makes copies and pickles plain optimizers of the original class, since they hold copies of the parameters."""
             runtime.bring_states()
             kept: Any = self.__getstate__()
-            # As torch's own would hold it: without residuals, and moments in fp32.
+            # As torch's own optimizer would hold it: no residuals, and moments in fp32.
             shown = shown_in_fp32(kept["state"], runtime.config.host_memory_gib)
             states = defaultdict(dict, {key: without_residual(entry) for key, entry in shown.items()})
-            # torch's own class by a function of Python's own: a pickle must load where this package isn't.
+            # Only a class of torch and a function of Python: a pickle must load where this package isn't installed.
             return copyreg._reconstructor, (original, object, None), {**kept, "state": states}  # type: ignore[attr-defined]
 
     functools.update_wrapper(Swapped, original, updated=())
@@ -108,7 +108,7 @@ def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) ->
 
 
 def _drop_bound_step(optimizer: Optimizer) -> None:
-    """Removes the bound ``step`` of the old class that a scheduler leaves on the instance, and keeps its bookkeeping."""
+    """Replaces the bound ``step`` of the old class that a scheduler left on the instance, and keeps its bookkeeping."""
     if not getattr(optimizer.__dict__.pop("step", None), "_wrapped_by_lr_sched", False):
         return
 
@@ -121,8 +121,8 @@ def _drop_bound_step(optimizer: Optimizer) -> None:
 
 
 class MasterStep(HostStep):
-    """Any other torch optimizer: its own ``step()``, on fp32 masters on the host, serial. An ``UnsupportedError`` as that of
-    :class:`HostStep`, or for a setting that only the fused kernel has."""
+    """Any other torch optimizer: runs its own ``step()`` on fp32 masters on the host, serially. Raises an ``UnsupportedError``
+    as :class:`HostStep` does, or for a setting that only the fused kernel supports."""
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime) -> None:
         name, config = type(optimizer).__name__, runtime.config
@@ -134,7 +134,7 @@ class MasterStep(HostStep):
             if is_set:
                 raise UnsupportedError(f"{name} has no fused host kernel; use AdamW or Adam, or {setting}")
         self._stepped: set[int] = set()
-        """``id`` of each parameter whose master was stepped, or came with a checkpoint."""
+        """``id`` of each parameter whose master was stepped, or whose residual came with a checkpoint."""
         super().__init__(optimizer, runtime)
         for parameter in parameters_of(optimizer):
             if runtime.state_of(parameter) is None and id(parameter) not in self._trained_before:
@@ -143,7 +143,7 @@ class MasterStep(HostStep):
             self._restore(parameter, entry.pop(RESIDUAL_KEY, None))
             for key, value in entry.items():
                 if isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step":
-                    # As if it had been made with the masters: in the dtype in which a checkpoint is loaded, too.
+                    # As if the states had been made with the masters. Checkpoints are loaded in this dtype, too.
                     entry[key] = value.to("cpu", torch.float32)
         runtime.keep_states_on_host()
         logger.warning(
@@ -153,9 +153,9 @@ class MasterStep(HostStep):
         )
 
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
-        """Shows the optimizer fp32 masters and gradients in the place of the weights, and writes back what it made. Parameters
-        of other modules are stepped as they are. Takes 8 bytes a streamed parameter of host memory while it runs, besides the
-        optimizer's own state. Raises what :meth:`begin_step` and :meth:`allows` do."""
+        """Runs the optimizer's step on fp32 masters and gradients in place of the parameters', and writes the masters back.
+        Parameters of other modules are stepped as they are. Takes 8 bytes of host memory a parameter of the model while it
+        runs, besides the optimizer's state. Raises what :meth:`begin_step`, :meth:`with_gradients` and :meth:`allows` do."""
         runtime = self.runtime
         self.begin_step()
         found, outside = self.with_gradients(optimizer)
@@ -183,15 +183,15 @@ class MasterStep(HostStep):
                 self._stepped.add(id(state.parameter))
             for part in {runtime.part_of(state): None for state, _ in shown}:
                 part.unit.version += 1
-                runtime.outside.moved(part.unit)  # autograd's nodes are new where data of another dtype were there
+                runtime.outside.moved(part.unit)  # data of another dtype gave parameters new autograd nodes
                 if isinstance(part, ResidentGroup):
                     part.push_weights(part.announce_push())
             runtime.drain()
             runtime.watch.begin()
 
     def saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A ``state_dict()`` of the optimizer with the low bits of the masters; the given one stays as it is. Not of masters
-        that were never stepped, where the optimizer would take an entry for a state that it made."""
+        """Returns a copy of the optimizer's ``state_dict()`` with the masters' residuals. A parameter without an entry gets
+        one only if it was stepped, since the optimizer would take the entry for a state that it made."""
         entries = dict(state_dict["state"])
         for key, parameter in self.by_key(optimizer, state_dict):
             state = self.runtime.state_of(parameter)
@@ -200,13 +200,13 @@ class MasterStep(HostStep):
         return {**state_dict, "state": entries}
 
     def load(self, optimizer: Optimizer, state_dict: dict[str, Any], own_load: Callable[[dict[str, Any]], None]) -> None:
-        """Loads the optimizer's states as they were saved, and the masters' low bits. torch casts states to the dtype and
-        device of the parameters, which are shown as what the step works on, fp32 on the host."""
+        """Loads the optimizer's states as they were saved, and the masters' residuals. torch casts states to the dtype and
+        device of the parameters. Meanwhile these are shown as what the step works on: fp32 on the host."""
         entries = dict(state_dict["state"])
         for key, _ in self.by_key(optimizer, state_dict):
             entries[key] = without_residual(entries.get(key) or {})
             if not entries[key]:
-                del entries[key]  # many optimizers make their state where there is no entry, and only there
+                del entries[key]  # many optimizers make their state only where there is no entry
         with contextlib.ExitStack() as replaced:
             for parameter in parameters_of(optimizer):
                 if (state := self.runtime.state_of(parameter)) is not None:

@@ -1,5 +1,5 @@
-"""What every host optimizer does before its arithmetic: its parameters, their gradients, the norm that allows a step. Those of
-other modules (a loss, a head) live on the device, where the optimizer's own ``step()`` steps them."""
+"""What every host optimizer does before its arithmetic: it finds its parameters, their gradients, and the norm that allows a
+step. Parameters of other modules (a loss, a head) are on the device, where the optimizer's own ``step()`` steps them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatrain_accelerate.store.parameter import ParameterState
 logger = logging.getLogger(__name__)
 
 MOST_NONFINITE_STEPS = 5
-"""The run stops at so many steps in a row with a non-finite gradient norm; fewer are skipped."""
+"""The run stops at so many steps in a row with a non-finite gradient norm. Fewer are skipped."""
 
 TAKEN_OVER = (
     "another optimizer has taken over parameters of this one, and only one at a time can step them; call "
@@ -38,21 +38,21 @@ ENGINE_CLOSED = (
 
 
 Found = tuple[ParameterState, dict[str, Any]]
-"""A parameter that has a gradient, with its group."""
+"""A parameter that has a gradient, with its group in the optimizer."""
 
 
 def driver_of(optimizer: Optimizer) -> HostStep | None:
-    """What stepped the optimizer last on a host store, or None if nothing ever did."""
+    """Returns what stepped the optimizer last on a host store, or None if nothing ever did."""
     return optimizer.__dict__.get("_megatrain_driver")
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
-    """Those that an optimizer holds, in group order."""
+    """The parameters that an optimizer holds, in group order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class HostStep(UnitStepper):
-    """What both kinds of host optimizer share: parameters (see :meth:`hold`), gradients as a whole, non-finite norms."""
+    """Base class of both host optimizers: the parameters they hold, their gradients as a whole, non-finite norms."""
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime) -> None:
         self.runtime = runtime
@@ -62,15 +62,15 @@ class HostStep(UnitStepper):
         before = driver_of(optimizer)
         self._trained_before = before.parameter_ids if before is not None else set()
         self.parameter_ids: set[int] = set()
-        """``id`` of each parameter of the model that the optimizer has held since it was adopted."""
+        """``id`` of each of the model's parameters that the optimizer has held since it was adopted."""
         self.hold(parameters_of(optimizer))
         optimizer.__dict__["_megatrain_driver"] = self
         runtime.steppers.append(self)
 
     def hold(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The optimizer holds these parameters from now on, too. Trained ones that aren't the model's go to the device, where
-        they are stepped. The model's own that were frozen when it was prepared wait for that to be done anew; those that have
-        left the model wait on the host for a gradient. An ``UnsupportedError`` for trained ones of another streamed model."""
+        """Makes the optimizer hold these parameters, too. Trained ones of other modules are moved to the device, where they
+        are stepped. The model's own that were frozen when it was prepared wait until it is prepared anew. Those that have left
+        it stay on the host until they get a gradient. An ``UnsupportedError`` for trained ones of another streamed model."""
         waiting = [p for p in parameters if p.requires_grad and id(p) not in self._trained_before]
         outside = [p for p in waiting if self.runtime.state_of(p) is None]
         self._refuse_another_models(outside)
@@ -89,7 +89,7 @@ class HostStep(UnitStepper):
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The user's, which lives no longer for being stepped here."""
+        """The user's optimizer. The reference is weak: being stepped here doesn't keep it alive."""
         return self._optimizer_ref()
 
     @property
@@ -97,13 +97,13 @@ class HostStep(UnitStepper):
         return self._why_retired is not None
 
     def retire(self, why: str, copies: bool = False) -> None:
-        """No step is begun from here any more; all that were taken must be applied. ``why``: TAKEN_OVER or ENGINE_CLOSED. With
-        ``copies`` what the optimizer's ``state`` holds is to be its own, since the store goes on without it."""
+        """Ends this driver: it begins no more steps. Those it took must be applied. ``why``: TAKEN_OVER or ENGINE_CLOSED.
+        With ``copies`` the optimizer's ``state`` gets tensors of its own, since the store goes on without it."""
         self._why_retired = why
         self.runtime.steppers.remove(self)
 
     def begin_step(self) -> None:
-        """Brings weights that somebody wrote to and gradients on their way where a step finds them. Raises if :meth:`retire`
+        """Brings weights that somebody wrote to, and gradients in flight, to where a step reads them. Raises if :meth:`retire`
         was called, or an earlier step failed."""
         if self._why_retired is not None:
             raise StateError(self._why_retired)
@@ -111,19 +111,19 @@ class HostStep(UnitStepper):
         self.runtime.worker.raise_if_failed()
         self.runtime.refresh_if_written()
         self.runtime.collect_gradients()
-        # Of gradients that no backward brought there.
+        # For gradients that no backward brought: a script may have set them.
         units = (unit for unit in self.runtime.units if any(state.parameter.grad is not None for state in unit.states))
         self.runtime.offloader.make_places(units)
 
     def by_key(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterable[tuple[Any, torch.nn.Parameter]]:
-        """Each parameter with its key in a ``state_dict()`` of the optimizer, or one that it loads."""
+        """Pairs of a key in a ``state_dict()``, which the optimizer made or is to load, and the parameter."""
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        return zip(saved, parameters_of(optimizer), strict=False)  # where the lengths differ torch refuses it
+        return zip(saved, parameters_of(optimizer), strict=False)  # torch itself refuses lengths that differ
 
     def with_gradients(self, optimizer: Optimizer) -> tuple[list[Found], list[torch.nn.Parameter]]:
-        """Every parameter of the model that has a gradient, and those of other modules, in group order.
-        Brings foreign gradient tensors into the store, and other modules' states beside their parameters. An UnsupportedError
-        for a gradient of a parameter that was frozen when the model was prepared, or of another streamed model's."""
+        """Returns the model's and other modules' parameters with a gradient, in group order. Copies foreign gradient tensors
+        into the store, and moves other modules' states to their parameters' devices. Raises an UnsupportedError for a gradient
+        of a parameter that was frozen when the model was prepared, or of another streamed model."""
         found, outside = [], []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -140,7 +140,7 @@ class HostStep(UnitStepper):
                     )
                 if state.has_foreign_gradient and parameter.data_ptr() == state.weight.data_ptr():
                     assert state.gradient is not None
-                    self.runtime.drain()  # a step that is still to be applied may read the place
+                    self.runtime.drain()  # WAR: a step that isn't applied yet may read it
                     state.gradient.copy_(parameter.grad)
                 found.append((state, group))
         self._refuse_another_models(outside)
@@ -149,7 +149,7 @@ class HostStep(UnitStepper):
     def norm_and_factors(
         self, optimizer: Optimizer, found: Sequence[Found], outside: Sequence[torch.Tensor]
     ) -> tuple[float, dict[int, float]]:
-        """The norm of all these gradients, and the clip factors by the ``id`` of parameters; both count for one step."""
+        """The norm of all these gradients, and the clip factors by ``id`` of the parameter. Both count for one step."""
         norm = float(self.runtime.clipping.total_norm([*(state.parameter for state, _ in found), *outside]))
         if outside and (exchange := self.runtime.offloader.exchange) is not None:
             exchange.require_equal(norm)
@@ -159,8 +159,8 @@ class HostStep(UnitStepper):
         return norm, factors
 
     def allows(self, norm: float) -> bool:
-        """Whether a step with this global norm may be taken; counts it, and warns where not. A ``NonFiniteGradientError``
-        where it is the last of too many in a row."""
+        """Whether a step with this global norm may be taken. Counts the step, or warns. Raises a ``NonFiniteGradientError`` if
+        the norm is the last of too many non-finite ones in a row."""
         if math.isfinite(norm):
             self._nonfinite_in_a_row = 0
             self.runtime.steps_taken += 1
@@ -178,7 +178,7 @@ class HostStep(UnitStepper):
 
 
 def _bring_beside(entry: dict[str, Any], parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
-    """An optimizer's state of a parameter comes to lie where the parameter does."""
+    """Moves the tensors of an optimizer's state for a parameter to the parameter's device."""
     step_is_on_device = bool(group.get("capturable") or group.get("fused"))  # else torch keeps it on the host
     for key, value in entry.items():
         if isinstance(value, torch.Tensor) and (key != "step" or step_is_on_device):

@@ -1,6 +1,6 @@
 """How an optimizer's ``state`` shows the store's moments, and how the store takes them over from one. fp32 and bf16 moments
-have the names of ``torch.optim.AdamW``. 8-bit ones have names of their own while they are in use, so that nobody takes codes
-for moments; ``state_dict()`` shows them in fp32, as any optimizer loads them."""
+have the keys of ``torch.optim.AdamW``. 8-bit ones have keys of their own while they are in use, so that nobody takes codes
+for moments. ``state_dict()`` shows them in fp32, which any optimizer can load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatrain_accelerate.units import GIB
 logger = logging.getLogger(__name__)
 
 RESIDUAL_KEY = "master_residual"
-"""Key of the masters' low 16 bits (int16) in the optimizer's state; stock optimizers ignore it."""
+"""Key of the masters' residuals (their low 16 bits, int16) in the optimizer's state. Stock optimizers ignore it."""
 
 _INT8_KEYS = ("exp_avg_int8", "exp_avg_sq_int8", "exp_avg_scale", "exp_avg_sq_scale")
 _FLOAT_KEYS = ("exp_avg", "exp_avg_sq")
@@ -26,36 +26,36 @@ _FLOAT_KEYS = ("exp_avg", "exp_avg_sq")
 
 def _keyed(moments: Moments | None) -> Iterable[tuple[str, torch.Tensor]]:
     keys = _INT8_KEYS if isinstance(moments, Int8Moments) else _FLOAT_KEYS
-    return zip(keys, moments or (), strict=False)  # there may be none
+    return zip(keys, moments or (), strict=False)  # empty without moments
 
 
 def views_of(state: ParameterState, promised: Moments | None = None) -> dict[str, Any]:
-    """A parameter's views of moments (or those that are ``promised``) and residual, by their keys in an optimizer's state."""
+    """Views of a parameter's moments (else those ``promised``) and residual, by their keys in an optimizer's state."""
     views: dict[str, Any] = dict(_keyed(state.moments or promised))
     return views if state.residual is None else {**views, RESIDUAL_KEY: state.residual}
 
 
 def shows(entry: dict[str, Any], state: ParameterState) -> bool:
-    """Whether the moments and the residual in an optimizer's state of a parameter are the store's views, and nobody else's: by
-    identity, since it is asked of every parameter at every step."""
+    """Whether the moments and the residual in an optimizer's state for a parameter are the store's own views. They are
+    compared by identity, since this is asked of every parameter at every step."""
     if entry.get(RESIDUAL_KEY) is not state.residual:
         return False
     moments = state.moments
-    if isinstance(moments, FloatMoments):  # without the loop below, which takes three times as long
+    if isinstance(moments, FloatMoments):  # the loop below takes three times as long
         return entry.get("exp_avg") is moments.exp_avg and entry.get("exp_avg_sq") is moments.exp_avg_sq
     return "exp_avg" not in entry and all(entry.get(key) is view for key, view in _keyed(moments))
 
 
 def show(entry: dict[str, Any], state: ParameterState) -> None:
-    """Puts the store's views into an optimizer's state of a parameter, in the place of moments of any kind."""
+    """Puts the store's views into an optimizer's state for a parameter, in place of moments of any kind."""
     for key in (*_FLOAT_KEYS, *_INT8_KEYS):
         entry.pop(key, None)
     entry.update(views_of(state))
 
 
 def take_over(state: ParameterState, values: dict[str, Any]) -> None:
-    """Sets a parameter's moments from an optimizer's state for it, of any of the three kinds, and its residual; moments are
-    zero if that is empty. Where it has two kinds, somebody put the one there that the store hasn't."""
+    """Sets a parameter's moments and residual from an optimizer's state for it, which may have moments of any of the three
+    kinds. An empty one means zeros. If it has two kinds, the one that the store doesn't use counts: somebody put it there."""
     ours, coded = state.moments, _coded(values)
     assert ours is not None
     if not values:
@@ -74,8 +74,8 @@ def take_over(state: ParameterState, values: dict[str, Any]) -> None:
 
 
 def take_residual(state: ParameterState, residual: Any) -> bool:
-    """Sets the low bits of a parameter's master from an optimizer's state; tells whether these were some: an optimizer that
-    loaded them before it was adopted has cast them to something else."""
+    """Sets the residual of a parameter's master from an optimizer's state, and returns whether it could. An optimizer that
+    loaded a state before it was adopted has cast the residual to another dtype."""
     if state.residual is None or residual is None or residual.dtype != torch.int16:
         return False
     state.residual.copy_(residual)
@@ -83,13 +83,13 @@ def take_residual(state: ParameterState, residual: Any) -> bool:
 
 
 def without_residual(entry: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state of a parameter as a stock one would hold it; a new dict."""
+    """A new dict: an optimizer's state for a parameter as a stock optimizer would hold it."""
     return {name: value for name, value in entry.items() if name != RESIDUAL_KEY}
 
 
 def own_copies(entries: Iterable[dict[str, Any] | None], host_memory_gib: float | None) -> None:
-    """Puts copies in the place of the store's views, so that the entries are those of an optimizer of its own. Without room on
-    the host they are emptied, with a warning: two optimizers' moments mustn't end the training of the one that is used."""
+    """Replaces the store's views in the entries by copies, so that they belong to the optimizer alone. If the host has no
+    memory for these, it empties the entries with a warning: moments of an optimizer that isn't used mustn't end a training."""
     filled = [entry for entry in entries if entry]
     wanted = _tensor_bytes(filled)
     free = available_host_bytes(host_memory_gib) if wanted else 0
@@ -112,7 +112,7 @@ def _coded(values: dict[str, Any]) -> Int8Moments | None:
 
 
 def _bytes_of_coded(entries: dict[Any, dict[str, Any]], dtype: torch.dtype) -> int:
-    """What moments that are in 8 bits take in ``dtype``."""
+    """Bytes that the 8-bit moments among these entries take in ``dtype``."""
     coded = [moments for values in entries.values() if (moments := _coded(values)) is not None]
     return sum(moment_bytes(moments.exp_avg.numel(), dtype) for moments in coded)
 
@@ -122,7 +122,7 @@ def _tensor_bytes(entries: Iterable[dict[str, Any]]) -> int:
 
 
 def saved_bytes(entries: dict[Any, dict[str, Any]], host_memory_gib: float | None) -> int:
-    """Bytes of the tensors in what :func:`shown_in_fp32` makes of these, without making it."""
+    """Bytes of the tensors that :func:`shown_in_fp32` would return for these entries, without making them."""
     held, wanted = _tensor_bytes(entries.values()), _bytes_of_coded(entries, torch.float32)
     if not wanted or wanted > available_host_bytes(host_memory_gib):
         return held
@@ -130,9 +130,9 @@ def saved_bytes(entries: dict[Any, dict[str, Any]], host_memory_gib: float | Non
 
 
 def shown_in_fp32(entries: dict[Any, dict[str, Any]], host_memory_gib: float | None) -> dict[Any, dict[str, Any]]:
-    """The per-parameter part of a ``state_dict()``, which stays as it is, with 8-bit moments decoded: 8 bytes a parameter of
-    host memory. Where these aren't free the codes stay, which only this package loads (under any ``moments_dtype``): a
-    checkpoint mustn't end the run that it is to save."""
+    """A copy of the per-parameter part of a ``state_dict()`` with 8-bit moments decoded, for 8 bytes a parameter of host
+    memory. If these aren't free the codes stay, which only this package loads (under any ``moments_dtype``): a checkpoint
+    mustn't end the run that it is to save."""
     wanted = _bytes_of_coded(entries, torch.float32)
     free = available_host_bytes(host_memory_gib) if wanted else 0
     if wanted > free:

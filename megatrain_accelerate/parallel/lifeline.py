@@ -1,9 +1,9 @@
-"""What ends a rank when another has died: it would wait for minutes in a collective, and the cause would be buried.
+"""Ends a rank when another has died: it would wait in a collective for minutes, and the cause would be buried.
 
-A thread watches the other ranks' processes by ``pidfd_open``: such a descriptor tells that a process has ended even while the
-data loaders that it forked live on, in which a socket of its would stay open. A rank that fails writes its cause where the
-others read it. Each rank also writes the place where it last came to meet the others. A rank that waits there for one that is
-alive, but stopped or in an endless loop, says for which, and ends shortly before ``ddp_timeout``.
+A thread watches the other ranks' processes by ``pidfd_open``. Such a descriptor tells that a process has ended even while data
+loaders that it forked live on, which would keep a socket open. A rank that fails writes its cause where the others read it.
+Each rank also writes the place where it last came to meet the others. A rank that waits for one that is alive, but stopped or
+in an endless loop, names it, and ends shortly before ``ddp_timeout``.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _CAUSE_BYTES, _PLACE_BYTES = 1000, 120
 _SAME = "Every process must run the same script, and take as many steps"
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 0.5
-"""Time to learn that another rank has ended, before a failed collective is taken for this rank's own failure."""
+"""Time to learn that another rank has ended, before a failed collective counts as this rank's own failure."""
 _NOTICE_SECONDS = 120.0
-"""How long a rank waits for another before it says so. Plans and checkpoints of the largest models take as long."""
+"""How long a rank waits for another before it says so. Plans and checkpoints of the largest models take this long."""
 _SHARE_OF_TIMEOUT = 0.9
-"""The share of ``ddp_timeout`` after which a rank that waits ends: before the collective does, which names nobody."""
+"""The share of ``ddp_timeout`` after which a waiting rank ends: before the collective fails, which names no rank."""
 
 
 class _Notice(ctypes.Structure):
-    """What a rank leaves to the others."""
+    """What a rank tells the others, in memory that all map."""
 
     _fields_ = (
         ("left_in_order", ctypes.c_int64),
@@ -47,8 +47,8 @@ class _Notice(ctypes.Structure):
 
 
 class Lifeline:
-    """Ends this process within a second when another rank has died or raised, and prints which one and why. It does so later,
-    near the timeout, when another doesn't come to a meeting (of :class:`Ranks`) where this one waits."""
+    """Ends this process within a second when another rank has died or raised, and prints which one and why. Shortly before the
+    timeout, also when another one doesn't come to a meeting (of :class:`Ranks`) where this one waits."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._rank = ranks, ranks.rank
@@ -63,7 +63,7 @@ class Lifeline:
         threading.Thread(target=self._watch, name="megatrain-lifeline", daemon=True).start()
 
     def _leave(self) -> None:
-        """At the end of this process. A rank that has raised has left its cause before."""
+        """Called at the end of this process. A rank that raised has written its cause before."""
         own = self._notices[self._rank]
         own.meetings = self._ranks.meetings
         own.left_in_order = not own.cause
@@ -72,11 +72,11 @@ class Lifeline:
             self._ranks.leave()
 
     def _report(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        """The interpreter's ``sys.excepthook``: an exception ends this rank, if it isn't one of a process that it forked."""
+        """This rank's ``sys.excepthook``: tells the others of an exception that ends it. Forked processes aren't ranks."""
         if os.getpid() != self._processes[self._rank]:
             return self._hook_before(kind, error, traceback)
         if isinstance(error, RuntimeError):
-            time.sleep(_GRACE_SECONDS)  # a collective whose other end is gone: the thread tells why, and ends this process
+            time.sleep(_GRACE_SECONDS)  # if a collective's other end is gone, the thread tells why, and ends this process
             if gone := [rank for rank, notice in enumerate(self._notices) if notice.left_in_order]:
                 print(f"megatrain: ranks {gone} ended before, without an error. {_SAME}", file=sys.stderr, flush=True)
         self._tell(f"{self._name(self._rank)} has ended: {kind.__name__}: {error}")
@@ -103,8 +103,8 @@ class Lifeline:
                 del self._watched[descriptor]
 
     def _watch_meeting(self) -> None:
-        """Publishes this rank's meetings and place, and finds the ranks that it waits for. Prints once that it waits, if it is
-        the first of those that do; ends when waiting is useless."""
+        """Publishes this rank's meetings and place, and finds the ranks that it waits for. The first of the waiting ranks
+        prints once that it waits. Ends this process if waiting is useless."""
         ranks, own = self._ranks, self._notices[self._rank]
         if own.meetings != (begun := ranks.meetings):  # which the main thread may change at any time
             self._since, self._has_printed = time.monotonic(), False
@@ -133,8 +133,8 @@ class Lifeline:
 
 
 def ranks_of_run() -> Ranks | None:
-    """Those of this training, or None with one process. All ranks make the first call together: it makes their control group
-    and starts their :class:`Lifeline`."""
+    """The ranks of this training, or None with one process. All ranks make the first call together, which makes their control
+    group and starts their :class:`Lifeline`."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     return _made(dist.group.WORLD)
@@ -142,7 +142,7 @@ def ranks_of_run() -> Ranks | None:
 
 @functools.lru_cache(maxsize=1)
 def _made(world: dist.ProcessGroup) -> Ranks:
-    """``world``: the group of all, which a script may end and make anew."""
+    """The ranks of the group of all, ``world``, which a script may end and make anew."""
     ranks = Ranks()
     Lifeline(ranks)  # its thread keeps it alive
     return ranks

@@ -1,7 +1,7 @@
 """The ranks of one machine: who they are, where they meet, what one tells the others.
 
-Everything that must happen in the same order on all ranks goes through here or through
-:mod:`~megatrain_accelerate.gradients.exchange`. With one process there is no :class:`Ranks`, and nothing of this is called.
+Everything that must happen in the same order on all ranks goes through here, :mod:`~megatrain_accelerate.gradients.exchange`
+or :mod:`~megatrain_accelerate.transfer.gather`. With one process there is no :class:`Ranks`, and nothing of this is called.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import torch.distributed as dist
 from megatrain_accelerate.errors import RankError, UnsupportedError
 
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
-"""That of the Trainer's ``ddp_timeout``. The largest checkpoints take longer than :data:`_NCCL_TIMEOUT`, torch's own for NCCL,
-which a script of Accelerate has that sets none."""
+"""The default of the Trainer's ``ddp_timeout``. It replaces :data:`_NCCL_TIMEOUT`, torch's default for NCCL, which an
+Accelerate script has that sets none: the largest checkpoints take longer than that."""
 _NCCL_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 class Ranks:
-    """This process and those that it trains with; an ``UnsupportedError`` if they aren't all of one machine."""
+    """The processes that train together, this one among them. Raises ``UnsupportedError`` if they are on several machines."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout = _timeout_of(dist.group.WORLD)
-        """How long a rank waits for another that is alive, which may be saving: the ``ddp_timeout`` of the Trainer."""
+        """How long a rank waits for another that is alive, and may be saving: the ``ddp_timeout`` of the Trainer."""
         self.meetings, self.waits = 0, False
-        """How often this rank has begun to exchange something with all others, and whether it waits for them now."""
+        """How many collectives of all ranks this one has begun, and whether it waits in one now."""
         self.place = "the beginning"
-        """The place that this rank last gave to :meth:`meet`."""
+        """What this rank last passed to :meth:`meet`."""
         self._control = dist.new_group(backend="gloo", timeout=self.timeout)
         machines = len(set(self.gather(Path("/proc/sys/kernel/random/boot_id").read_text())))
         if machines > 1:
@@ -48,21 +48,21 @@ class Ranks:
         """How many ranks, this one included, may run on this one's CPUs: all, unless each is bound to those near its GPU."""
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The ``value`` of the rank ``source``, on all ranks, itself on that one. Anything that can be pickled."""
+        """The ``value`` of the rank ``source``, on all ranks: anything that can be pickled. ``source`` gets its own."""
         box = [value]
         with self._meeting():
             dist.broadcast_object_list(box, src=source, group=self._control)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """The ``value`` of each rank, in their order, on all of them. Anything that can be pickled."""
+        """The ``value`` of each rank, in rank order, on all ranks: anything that can be pickled."""
         found: list[Any] = [None] * self.size
         with self._meeting():
             dist.all_gather_object(found, value, group=self._control)
         return found
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' tensors, on the host, added in the order of ranks: the same bits on all of them."""
+        """The sum of the ranks' host tensors, on all ranks. Added in rank order, so that it has the same bits on each."""
         found = [torch.empty_like(values) for _ in range(self.size)]
         with self._meeting():
             dist.all_gather(found, values, group=self._control)
@@ -70,7 +70,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def _meeting(self) -> Iterator[None]:
-        """Counts a collective, and tells the lifeline's thread while this rank waits in it. For one thread at a time."""
+        """Counts a collective, and tells the lifeline's thread while this rank waits in it. Only one thread may be in one."""
         self.meetings, self.waits = self.meetings + 1, True
         try:
             yield
@@ -78,7 +78,7 @@ class Ranks:
             self.waits = False
 
     def meet(self, where: str) -> None:
-        """Returns when all ranks are here. ``where`` names the caller's place: a ``RankError`` lists places that differ."""
+        """Returns when all ranks are here. ``where`` names the caller's place. Raises ``RankError`` if these differ."""
         self.place = where
         places = self.gather(where)
         if len(set(places)) > 1:
@@ -86,16 +86,16 @@ class Ranks:
             raise RankError(f"the ranks do different things: {they}; every process must run the same script on the same model")
 
     def leave(self) -> None:
-        """Ends gloo's threads before the interpreter ends: a thread that frees the tensors of the last exchange later than
-        that aborts the process. NCCL's group, if that is the group of all, has no such threads. Nothing can be exchanged
-        afterwards."""
+        """Destroys the gloo group, after which nothing can be exchanged. Its threads must end before the interpreter: one that
+        frees the tensors of the last exchange later aborts the process. NCCL's group, if that is the group of all, has no such
+        threads."""
         if dist.is_initialized():
             dist.destroy_process_group(None if dist.get_backend() == "gloo" else self._control)
         del self._control
 
 
 def _timeout_of(group: Any) -> datetime.timedelta:
-    """The timeout that the group was made with, or the default where somebody has set none."""
+    """The timeout with which the group was made, or the default if nobody set one."""
     for device in ("cuda", "cpu"):
         with contextlib.suppress(RuntimeError, AttributeError):
             timeout: datetime.timedelta = group._get_backend(torch.device(device)).options._timeout

@@ -1,13 +1,13 @@
-"""Memory that the ranks of one machine map together: a file without a name, of huge pages where the system allows that. In it
-they compare what they exchange, too.
+"""Memory that the ranks of one machine map together: a file without a name, of huge pages if the system allows them. In it the
+ranks also compare which collectives they run.
 
-Only the ranks' mappings and one descriptor of each hold it, none in processes that they fork, so that the kernel gives it
-back with the last rank, however that ends. It isn't bound by the size of ``/dev/shm``, which is 64 MiB in many containers.
+Only the ranks' mappings and one descriptor of each hold the file, and processes that they fork get neither. So the kernel
+frees it with the last rank, however that ends. It isn't bound by the size of ``/dev/shm``, which is 64 MiB in many containers.
 
-Most systems leave ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` at ``never``. Then shared memory has pages of 4 KiB:
-making them takes ten times as long, and the host's AdamW is slower on them. A tmpfs may have a setting of its own. So a helper
-process mounts one, in a mount namespace, hands over an open file, and ends. The mount goes with it; the file stays as long as
-it is open or mapped.
+Most systems leave ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` at ``never``. Then shared memory has pages of 4 KiB,
+which take ten times as long to allocate, and on which the host's AdamW is slower. A tmpfs may have a setting of its own, so a
+helper process mounts one in a mount namespace, hands over an open file, and ends. The mount ends with it, but the file stays
+as long as it is open or mapped.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.units import round_up
 
 _FILE_BYTES = 1 << 44
-"""16 TiB, more than any host has: the file takes memory only where somebody wrote to it."""
+"""16 TiB, more than any host has. The file takes memory only where somebody wrote to it."""
 _COMPARED = 1024
-"""How far one rank may be ahead of another and still be compared. Ranks meet in every step, so that none is further ahead."""
+"""How many collectives a rank may be ahead of another and still be compared. All meet in every step, so none is further."""
 _HELPER_SECONDS = 10.0
-"""The helper's limit; it takes 20 ms."""
+"""The helper's time limit. It takes 20 ms."""
 
 _HELPER = r"""
 import ctypes, os, socket, sys
@@ -57,8 +57,8 @@ socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"file"], [file])
 
 
 def open_huge_file() -> int | None:
-    """The descriptor of an empty file without a name or a limit, whose mappings get huge pages under MADV_HUGEPAGE; None where
-    mounting fails, as in most containers."""
+    """Opens an empty file without a name or a size limit, whose mappings get huge pages under MADV_HUGEPAGE. Returns its
+    descriptor, or None if mounting fails, as in most containers."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(_HELPER_SECONDS)
@@ -78,8 +78,8 @@ def open_huge_file() -> int | None:
 
 
 class SharedFile:
-    """One file of all ranks, and which ranges of it are taken. All ranks make it together, and reserve the same sizes in the
-    same order. A ``HostMemoryError`` where the kernel refused it, or a rank can't open it."""
+    """One file for all ranks, whose ranges are reserved one after the other. All ranks make it together, and reserve the same
+    sizes in the same order. Raises ``HostMemoryError`` if the kernel refuses it, or a rank can't open it."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._end, self._ranks = 0, ranks.size
@@ -104,7 +104,7 @@ class SharedFile:
         os.register_at_fork(after_in_child=close)
 
     def reserve(self, size_bytes: int) -> int:
-        """The offset of a new range of ``size_bytes``, at the beginning of a page (of 4 KiB)."""
+        """Reserves a range of ``size_bytes``, and returns its offset, which is the beginning of a page (of 4 KiB)."""
         offset = self._end
         self._end += round_up(max(size_bytes, 1), mmap.PAGESIZE)
         return offset
@@ -116,13 +116,13 @@ class SharedFile:
         return rows.from_buffer(self.map(self.reserve(size_bytes), size_bytes))
 
     def map(self, offset: int, size_bytes: int) -> Pages:
-        """A mapping, of whole pages, that all ranks write to and read from. It is zero where nobody wrote."""
+        """Maps whole pages, which all ranks write to and read from. They are zero until written."""
         return map_pages(round_up(max(size_bytes, 1), mmap.PAGESIZE), self._descriptor, offset)
 
 
 class OrderCheck:
-    """A list of each rank's last collectives of one kind (``what`` they exchange), in the file. Each rank compares its own
-    with those of ranks ahead of it: two layers of one shape could be mixed up, and nobody would see it."""
+    """Checks that all ranks run collectives of one kind (``what`` they exchange) in one order: each compares its last ones,
+    listed in the file, with those of ranks ahead. Else two layers of one shape could be mixed up unnoticed."""
 
     def __init__(self, file: SharedFile, ranks: Ranks, what: str) -> None:
         self._rank, self._count, self._what = ranks.rank, 0, what
@@ -130,7 +130,7 @@ class OrderCheck:
         self._names: dict[int, str] = {}
 
     def enter(self, name: str) -> None:
-        """Called before each collective. A ``RankError`` where another rank's collective of this number has another name."""
+        """To be called before each collective. Raises ``RankError`` if another rank's of this number has another name."""
         self._count += 1
         code = zlib.crc32(name.encode())
         self._names.setdefault(code, name)

@@ -1,5 +1,5 @@
-"""Adoption: a model's parameters move to the store one unit at a time, and what they leave is given back as they go; in which
-dtype each parameter computes, and the values of models that were built without any."""
+"""Adoption: a model's parameters move to the store one unit at a time, and their own memory is freed meanwhile. Also says in
+which dtype each parameter computes, and initialises models that were built without weights."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from megatrain_accelerate.store.host_limits import unused_host_bytes
 logger = logging.getLogger(__name__)
 
 _loaded_in_bf16 = WeakTensorKeyDictionary()
-"""Parameters that were adopted as bf16 to be trained: what a closed engine hands back is their fp32 masters."""
+"""Parameters that were bf16 when they were adopted for training. A closed engine hands them back as fp32 masters."""
 
 
 class Adoption:
-    """Goes along while the store's units are made from a model's parameters, so that the host never holds the model twice.
+    """Manages memory while the store's units are made from a model's parameters, so that the host never holds the model twice.
 
-    Weights in mapped files are read ahead by one unit. Where the store has to be made in memory that their cache takes, that
-    is given back unit by unit: the system would do so by itself, but not in huge pages. A model that was built without weights
-    gets them here, but on the meta device. Units come in the order of the discovery.
+    Weights in mapped files are read ahead by one unit. If the store needs memory that their page cache takes, the cache is
+    given back unit by unit: the system would do that by itself, but not in huge pages. A model that was built without weights
+    gets them here, unless ``device`` is meta, too. Units are made in the order of the discovery.
     """
 
     def __init__(self, model: nn.Module, discovery: Discovery, *, device: torch.device, store_bytes: int) -> None:
-        expand_segments(device)  # before the first of the engine's tensors there
+        expand_segments(device)  # before the engine's first tensor on the device
         wants_weights = is_without_weights(model) and device.type != "meta"
         self._meta_weights = _MetaWeights(model, discovery, device) if wants_weights else None
         files = FileMappings()
@@ -47,8 +47,8 @@ class Adoption:
 
     @contextlib.contextmanager
     def of_unit(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[None]:
-        """The next unit, of these parameters, takes over their values in the body. They show the store's behind it."""
-        trim_heap()  # small tensors that the units before have freed stay with the process otherwise
+        """The body makes the next unit, which copies the values of these parameters. Then their own memory may be freed."""
+        trim_heap()  # else the process keeps small tensors that earlier units have freed
         for pages in self._pages[self._made + 1 if self._made else 0 : self._made + 2]:
             read_ahead(pages)
         if self._meta_weights is not None:
@@ -59,18 +59,18 @@ class Adoption:
         self._made += 1
 
     def finish(self) -> None:
-        """All units are made."""
+        """Called when all units are made."""
         trim_heap()
         if self._meta_weights is not None:
             self._meta_weights.finish()
 
 
 def compute_dtypes(model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
-    """The dtype in which each parameter computes, by ``id``: with ``bf16``, the run's mixed precision, fp32 weights are
-    rounded for compute and keep fp32 masters. Of a model that an earlier engine left the dtype of loading counts. An
-    UnsupportedError for fp16, fp64, quantised or integer weights, or some without data."""
+    """The dtype in which each parameter computes, by ``id``. With ``bf16``, the run's mixed precision, fp32 weights are
+    rounded for compute and keep fp32 masters. If an earlier engine held the model, the dtype in which it was loaded counts.
+    Raises an UnsupportedError for fp16, fp64, quantised or integer weights, or if only some have no data."""
     for parameter in model.parameters():
-        # A meta tensor mustn't be referred to: it is swapped for its values. One that is frozen comes back as it is.
+        # Meta tensors are left out: swapping them for their values forbids weak references. Frozen ones come back unchanged.
         if parameter.dtype == torch.bfloat16 and not parameter.is_meta:
             _loaded_in_bf16.pop(parameter, None)
             if parameter.requires_grad:
@@ -98,15 +98,15 @@ def _loaded_dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 def _own_precision(model: nn.Module) -> set[int]:
-    """Ids of the parameters that keep their dtype, and so their values, their file format and their merges."""
+    """Ids of the parameters that keep their dtype, and thus their values, their file format and the results of merges."""
     parameters = dict(model.named_parameters())
-    # What the model itself wants in fp32.
+    # Parameters that the model itself wants in fp32.
     wishes = (getattr(module, "_keep_in_fp32_modules_strict", None) or () for module in model.modules())
     parts = set(itertools.chain.from_iterable(wishes))
     found = {id(parameter) for name, parameter in parameters.items() if parts.intersection(name.split("."))}
-    # What PEFT trains (adapters, modules_to_save, prompts) it makes fp32 on purpose; autocast rounds as without this package.
+    # PEFT makes what it trains (adapters, modules_to_save, prompts) fp32 on purpose. Autocast rounds as without this package.
     if any(hasattr(module, "peft_config") for module in model.modules()):
-        # Adapters may be disabled, and so frozen, when the model is prepared; and PEFT trains biases that aren't in adapters.
+        # Adapters may be disabled, and so frozen, when the model is prepared. PEFT also trains biases outside adapters.
         found |= {id(parameter) for parameter in parameters.values() if parameter.requires_grad}
         for module in model.modules():
             for name in getattr(module, "adapter_layer_names", ()):
@@ -120,7 +120,7 @@ def _own_precision(model: nn.Module) -> set[int]:
         head = model.get_output_embeddings()  # type: ignore[operator]
     if "forward" in getattr(head, "__dict__", {}) and not is_proxy(head):
         found |= {id(parameter) for parameter in head.parameters()}
-    # In a model that was loaded in bf16, the parameters that aren't: somebody cast a head or a router to fp32 on purpose.
+    # fp32 parameters of a model that was loaded in bf16: somebody cast a head or a router to fp32 on purpose.
     in_bf16 = sum(p.numel() for p in parameters.values() if _loaded_dtype(p) == torch.bfloat16)
     if 2 * in_bf16 > sum(p.numel() for p in parameters.values()):
         found |= {id(p) for p in parameters.values() if _loaded_dtype(p) == torch.float32}
@@ -128,20 +128,19 @@ def _own_precision(model: nn.Module) -> set[int]:
 
 
 def is_without_weights(model: nn.Module) -> bool:
-    """Whether all parameters are on the meta device: some alone are a mistake, as of a ``device_map``."""
+    """Whether all parameters are on the meta device. If only some are, that is a mistake, for example a ``device_map``."""
     return all(parameter.is_meta for parameter in model.parameters())
 
 
 class _MetaWeights:
-    """Initialises the parameters and buffers of a model that was built on the meta device, one unit at a time: by
-    ``_init_weights`` of the innermost transformers' model around each module, else by the module's ``reset_parameters``. The
-    values, drawn from torch's generator of the device, are the same for the same seed and device, but not those of a model
-    that is built on the CPU."""
+    """Initialises the parameters and buffers of a model that was built on the meta device, one unit at a time. A module's rule
+    is ``_init_weights`` of the innermost transformers model around it, else its own ``reset_parameters``. Values come from
+    torch's generator of the device: equal for equal seeds and devices, but not those of a model that is built on the CPU."""
 
     def __init__(self, model: nn.Module, discovery: Discovery, device: torch.device) -> None:
         self._device = device
         self._rules: dict[nn.Module, Callable[[nn.Module], object] | None] = {}
-        """Of all modules, inner ones first."""
+        """The rules of all modules, inner modules first."""
         self._names = {module: name for name, module in model.named_modules()}
         self._note(model, None)
         self._unit_of = {part: unit for unit, (parts, _) in enumerate(discovery.units()) for part in parts}
@@ -160,8 +159,8 @@ class _MetaWeights:
             self._rules[module] = rule
 
     def fill_unit(self, index: int, parameters: Iterable[nn.Parameter]) -> None:
-        """Makes and initialises the parameters of a unit, on the device, and the buffers of its modules. Raises an
-        ``UnsupportedError`` if the model has no rule for one, or somebody holds a weak reference to one."""
+        """Makes and initialises a unit's parameters on the device, and its modules' buffers. Raises an ``UnsupportedError`` if
+        the model has no rule for one of them, or if there is a weak reference to a parameter."""
         for parameter in parameters:
             if not parameter.is_meta:
                 continue  # tied to one of an earlier unit
@@ -177,9 +176,9 @@ class _MetaWeights:
         self._initialise([module for module in self._rules if self._unit_of.get(module) == index])
 
     def finish(self) -> None:
-        """Initialises what is in no unit, buffers outside the layers; raises as :meth:`fill_unit` does."""
+        """Initialises buffers of modules in no unit. Raises as :meth:`fill_unit` does."""
         others = [module for module in self._rules if module not in self._unit_of]
-        # What only shares parameters was initialised with their owner.
+        # The rest have shared parameters, which were initialised with their owner.
         self._initialise([module for module in others if next(module.parameters(recurse=False), None) is None])
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -199,7 +198,7 @@ class _MetaWeights:
                 elif callable(reset := getattr(module, "reset_parameters", None)):
                     reset()
         for name, tensor in made:
-            # A rule may write the lowest integer; no rule writes NaN, and one that writes a part leaves it in the rest.
+            # A rule may write the lowest integer, so a written integer tensor passes. No rule writes NaN, which marks any gap.
             is_float = tensor.dtype.is_floating_point
             unset = tensor.isnan() if is_float else tensor == _unset_value(tensor.dtype)
             if (tensor._version == 0 or is_float) and bool(unset.any()):
@@ -213,7 +212,7 @@ class _MetaWeights:
 
 
 def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor that can be told from an initialised one. Rules may write through ``.data``, which moves no version."""
+    """A tensor whose values say that it isn't initialised. Versions don't: a rule that writes to ``.data`` changes none."""
     return torch.full(like.shape, _unset_value(like.dtype), dtype=like.dtype, device=device)
 
 

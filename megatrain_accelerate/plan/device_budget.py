@@ -1,4 +1,4 @@
-"""Device memory: what the engine holds of it now, by kind, and what a step may take in all."""
+"""The device memory that the engine holds, by kind, and the budget that a step may take."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from megatrain_accelerate.plan.step_profile import StepProfile
 
 
 class DeviceBudget:
-    """The memory that ``gpu_memory_gib`` names, or a share of what is free, of one engine on one device."""
+    """The memory of one device that one engine may take: what ``gpu_memory_gib`` names, or a share of what is free."""
 
     def __init__(self, runtime: StreamingRuntime, config: MegatrainConfig, device: torch.device) -> None:
         self._runtime, self._config, self._device = runtime, config, device
         self.given_bytes: int | None = None
-        """Overrides the settings: the smallest of several ranks' budgets, while they plan together; a described machine's."""
+        """Overrides the settings: with the smallest rank's budget while ranks plan together, or with a described machine's."""
         self.reserved_share = 0.0
-        """Of the device's memory, what stays free for somebody who takes it by turns with the model, and not now."""
+        """Share of the device's memory that stays free for one who takes turns with the model (vLLM, while it sleeps)."""
         self.exchange_bytes: int | None = None
-        """Bytes of buffers for other ranks' gradients, where the ranks are only described."""
+        """Bytes of buffers for the exchange of gradients on a machine that is only described. None on a real one."""
 
     @property
     def exists(self) -> bool:
-        """Whether device memory is planned with; else nothing is placed and no time predicted."""
-        # Not by what is free: that is the driver's to say, which takes milliseconds.
+        """Whether there is a budget. Without one nothing is placed on the device, and no time is predicted."""
+        # Not from whole_bytes(): asking the driver for free memory takes milliseconds.
         return self._config.gpu_memory_bytes is not None or self._device.type == "cuda"
 
     def whole_bytes(self) -> int:
-        """Bytes that a step may take, what the engine holds included; 0 without a GPU."""
+        """Bytes that a step may take, including what the engine holds. 0 without a budget."""
         if self.given_bytes is not None:
             return self.given_bytes
         if self._config.gpu_memory_bytes is not None:
@@ -40,7 +40,7 @@ class DeviceBudget:
         return int(USABLE_SHARE_OF_DEVICE * (free + self.held_bytes()))
 
     def left_bytes(self) -> int | None:
-        """Bytes of the budget beside what the engine holds; None without a budget."""
+        """Bytes of the budget that the engine doesn't hold and that can be allocated. None without a budget."""
         if not (whole_bytes := self.whole_bytes()):
             return None
         left = whole_bytes - self.held_bytes()
@@ -53,11 +53,11 @@ class DeviceBudget:
         return sum(self.held_bytes_by_kind().values())
 
     def held_bytes_by_kind(self) -> dict[str, int]:
-        """Bytes that the engine holds now."""
+        """Bytes that the engine holds on the device."""
         runtime = self._runtime
         layers = [layer.unit.bytes_by_kind() for layer in runtime.layers if layer.unit.is_on_device]
         there = [unit.bytes_by_kind() for unit in runtime.units if unit.is_on_device]
-        # Gradients are summed on the device of all resident parameters, and of units that live there.
+        # Gradients of resident parameters are summed on the device, and so are those of units that live on it.
         summed = [*(group.unit.bytes_by_kind() for group in runtime.groups), *layers]
         sum_bytes = sum(held.get("gradient_residuals", 0) for held in summed)
         return {
@@ -71,7 +71,7 @@ class DeviceBudget:
         }
 
     def fixed_bytes_by_kind(self, step_profile: StepProfile | None = None) -> dict[str, int]:
-        """Bytes that are held under any placement: now, or when a step of this profile is under way."""
+        """Bytes that are held under any placement: at present, or during a step of this profile."""
         runtime, sums = self._runtime, self._runtime.gradient_sums
         part_slots, exchange = runtime.expert_streams.prefetcher.device_bytes, runtime.offloader.exchange
         exchange_bytes = self.exchange_bytes if exchange is None else exchange.device_bytes

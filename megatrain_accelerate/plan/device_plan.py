@@ -1,4 +1,4 @@
-"""The plan: what lives where, from the model, the batch, the machine's speeds and the budgets. It follows the batches."""
+"""Makes the plan: where weights, states and activations live, by the model, batch, machine's speeds and memory budgets."""
 
 from __future__ import annotations
 
@@ -50,74 +50,74 @@ from megatrain_accelerate.units import GIB, MIB
 logger = logging.getLogger(__name__)
 
 LIBRARY_WORKSPACE_BYTES = 128 * MIB
-"""Device memory for workspaces of cuBLAS (32 MiB a thread that computes) and small tensors outside the step's graph."""
+"""Device memory for cuBLAS workspaces (32 MiB for each thread that computes) and small tensors outside the step's graph."""
 
 LONGEST_WITHOUT_CUDNN = 4096
-"""Tokens of a sequence. For each new length cuDNN builds attention's kernels, 60 ms forward and 60 backward on an H100, which
-other kernels of torch don't; of longer sequences cuDNN's own speed is worth more."""
+"""Up to this many tokens of a sequence, attention runs without cuDNN if lengths vary. cuDNN builds kernels for each new length
+(60 ms for forward and 60 for backward on an H100), torch's others don't. On longer sequences cuDNN's speed is worth that."""
 
-# Compiling changes numbers. So the decision uses fixed estimates and no measured times: equal trainings decide alike.
+# Compiling changes numbers, so equal trainings must decide alike: by these fixed estimates, and by no measured times.
 COMPILE_SECONDS = 30.0
-"""To compile one kind of layer. Measured: 10 s for a fixed length, up to 36 s with dynamic shapes, less with a warm cache."""
+"""Time to compile one kind of layer. Measured: 10 s for a fixed length, up to 36 s with dynamic shapes, less if cached."""
 _SAVED_SHARE = 0.25
-"""Of the uncompiled layers' time. Measured on an H200 (3B, 8 x 4,096 tokens): 24,000 tokens a second instead of 17,500."""
+"""Share of uncompiled layers' time that compiling saves. On an H200 (3B, 8 x 4,096 tokens): 24,000 tokens/s, not 17,500."""
 _EAGER_FLOPS = 3.5e14
-"""A second, of uncompiled layers on an H200. A slower GPU would save more seconds than this estimate says."""
+"""FLOP/s of uncompiled layers on an H200. A slower GPU saves more seconds than this estimate says."""
 
 
 class DevicePlan:
-    """Follows the batches: when one is larger than what is planned for, its step is predicted and planned anew.
+    """Plans the steps of one engine. A batch that is larger than the last plan covers gets a new plan.
 
-    Layers are measured once, on the first batch that doesn't surely fit; other steps are extrapolated from it. From the second
-    on plans leave room for batches that are larger still, so that data of many lengths has few.
+    Layers are measured on the first batch that doesn't surely fit. Steps on other batches are extrapolated from it while they
+    run in the same way. Once sizes vary, plans leave room for larger batches, so that data of many lengths needs few plans.
     """
 
     def __init__(self, runtime: StreamingRuntime, config: MegatrainConfig, device: torch.device, show: bool = False) -> None:
         self._runtime, self._config, self._device = runtime, config, device
         self.show = show
-        """Whether this process shows the table."""
+        """Whether this process prints the plan as a table."""
         self.budget = DeviceBudget(runtime, config, device)
         self.made = PlanRecord()
         self._measured_steps: dict[Hashable, tuple[StepProfile, StepProfile]] = {}
-        """For each way of running a step, one that was measured: its estimate, and its measured profile."""
+        """The estimated and the measured profile of one step, for each way of running steps (:meth:`_way_of`)."""
         self._foreseen: dict[Hashable, StepProfile] = {}
         self._table: str | None = None
-        """That of a plan that was just made, until it is shown."""
+        """The table of a new plan until it is printed."""
         self._ranks = runtime.sums.ranks
         self.may_gather = all(layer.has_trainable for layer in runtime.layers)
-        """Whether all ranks are sure to run the same layers; a frozen one (of pictures, say) may be left out by some."""
+        """Whether all ranks surely run the same layers. Some may skip a frozen one (an image encoder's, say)."""
         self._exchange_bytes = math.inf
-        """Of gradients that several ranks exchange a second."""
+        """Bytes of gradients that several ranks exchange in a second."""
         self._fetch_share = 1.0
-        """Seconds of a fetch with the other ranks, by those of a whole one."""
+        """Seconds in which ranks gather a layer, over those in which each copies it whole."""
         self._cudnn_again: weakref.finalize[[bool], DevicePlan] | None = None
-        """While attention runs without cuDNN, what gives it back: at the latest when the plan goes with its model."""
+        """Enables cuDNN's attention again, at the latest when this plan is collected. None unless the plan disabled it."""
         self._is_displaced = False
-        """Whether an evaluation needed the room of what lives on the device."""
+        """Whether units moved to the host to make room for an evaluation."""
         self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights, self.budget)
         self._expected: tuple[int | None, bool | None] = (None, None)
         self._compiles_after: int | None = None
-        """While the first step of a training is under way and layers are compiled from the second on, the steps before it."""
+        """``steps_taken`` before a training's first step, if layers are compiled from its second step on; None otherwise."""
         self._resumed: dict[str, Any] | None = None
-        """The record of an interrupted training, until its plan is taken over."""
+        """The record of an interrupted training until it is resumed or rejected."""
         self.micro_batches = 1
         """Backwards before each optimizer step."""
         self.predicted_peak_bytes = 0
-        """The most that any batch so far was predicted to take."""
+        """The most device memory that any batch so far was predicted to take."""
         runtime.token_tile = 0 if config.token_tile == "auto" else int(config.token_tile)
-        # An optimizer may work there alone.
+        # Some optimizers step on the host only.
         runtime.keep_states_on_host = self._keep_states_on_host
         self._place(self._settled())
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """The last plan, as :meth:`PlanRecord.as_data` gives it; None before the first, and without a predicted time."""
+        """The last plan by :meth:`PlanRecord.as_data`. None before the first one, or if it has no predicted time."""
         is_planned = self.made.plans and self.made.predicted_time is not None and self._compiles_after is None
         return self.made.as_data() if is_planned else None
 
     @property
     def measures(self) -> bool:
-        """Whether layers are measured: elsewhere their costs are estimated."""
+        """Whether layers are measured. Without CUDA their costs are estimated."""
         return self._device.type == "cuda"
 
     @functools.cached_property
@@ -125,8 +125,8 @@ class DevicePlan:
         return measured_machine(self._device, self._runtime.kernels, self._ranks)
 
     def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Before a forward without gradients: what lives on the device leaves until the next training forward if this one
-        wouldn't fit beside it. Where there is room to spare, layers that stream are held (:mod:`.evaluation_weights`)."""
+        """Called before a forward without gradients. If it doesn't fit beside units and states on the device, they move to the
+        host until the next training forward. If memory is left, streamed layers are held (:mod:`.evaluation_weights`)."""
         if self._runtime.open_forwards:
             return
         self.evaluation_weights.before_forward(model, inputs)
@@ -139,8 +139,8 @@ class DevicePlan:
                 self._runtime.place((), groups_on_device=False)
 
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Plans for a training forward on ``inputs``, the model's arguments, if no plan covers it. One that begins before
-        another one's backward (a preference loss) is recomputed whole, and the next plan leaves room for as many at once."""
+        """Plans for a training forward on ``inputs``, the model's arguments, if no plan covers them. A forward that begins
+        before another one's backward (as in preference losses) recomputes all layers, and the next plan leaves room for it."""
         if open_forwards := self._runtime.open_forwards:
             self._note_rows(row_size(inputs))
             if open_forwards >= self.made.forwards_at_once:
@@ -160,10 +160,10 @@ class DevicePlan:
         told: list[Any] = [own] if ranks is None else ranks.gather(own)
         extents, sizes, in_rows = ([each[at] for each in told] for at in range(3))
         extent = functools.reduce(BatchExtent.union, extents)
-        self._note_rows(*sizes)  # before anything is compiled
+        self._note_rows(*sizes)  # before compiling: it decides whether graphs are for one size
         tokens = self.made.tokens + sum(each.real for each in extents)
         self._note(batches=self.made.batches + len(extents), tokens=tokens)
-        # All ranks decide alike, from what all told.
+        # All ranks decide by what all have gathered, so that they take the same branch.
         if any(resumes or not planned.covers(extent) for *_, planned, resumes in told):
             if ranks is None:
                 self._plan(model, inputs, extent, sizes)
@@ -180,28 +180,28 @@ class DevicePlan:
     def _plan_together(
         self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any], extents: Sequence[BatchExtent], sizes: Sequence[int]
     ) -> None:
-        """One plan for all ranks, by the one with the largest batch, within the smallest budget."""
+        """Makes one plan for all ranks: the rank with the largest batch plans, within the smallest rank's budget."""
         extent = functools.reduce(BatchExtent.union, extents)
         planner = max(range(ranks.size), key=lambda rank: (extents[rank].elements, extents[rank].length))
-        # Before free memory is asked for: collectives make their buffers when they first run.
+        # These trials come before free memory is read, since collectives allocate buffers when they first run.
         exchange = self._runtime.offloader.exchange
         if self._exchange_bytes == math.inf and self.budget.exists and exchange is not None:
-            _ = self._machine  # which is measured when it is first asked for
+            _ = self._machine  # measured on first access: by all ranks at the same time
             self._exchange_bytes = exchange.trial() / seconds_of(self._device, exchange.trial)
             if self._runtime.prefetcher.slots and self.may_gather:
                 self._choose_fetches(ranks)
         failure: Exception | None = None
         with replaced(self.budget, "given_bytes", min(ranks.gather(self.budget.whole_bytes()))):
             if ranks.rank == planner:
-                # Another rank's batch may have less padding.
+                # Another rank's batch may have more real tokens. Then the step is planned with this one's padding.
                 real = self._runtime.calls.real if self._extent(inputs).covers(extent) else None
                 try:
                     with replaced(self._runtime.calls, "real", real):
                         self._plan(model, inputs, extent, sizes)
-                except Exception as error:  # the others wait, and a script may catch it (too little memory) and go on
+                except Exception as error:  # raised on all ranks below: they wait, and a script may catch it and go on
                     failure = error
             elif self.measures and self._resumed is None and not self.made.plans:
-                # It compiles its layers while the planner does. A failure recurs in the forward.
+                # Compiles this rank's layers while the planner compiles its own. The forward raises an error again.
                 with contextlib.suppress(Exception):
                     self.foresee(model, inputs)
         compiled = self._runtime.compiled
@@ -215,7 +215,7 @@ class DevicePlan:
         self._runtime.prefetcher.forget_gathered()
 
     def _choose_fetches(self, ranks: Ranks) -> None:
-        """Weights are gathered from all ranks if that takes less time than when each fetches them whole, all at once."""
+        """Lets ranks gather weights if that is faster than copying them whole to all ranks at the same time."""
         prefetcher = self._runtime.prefetcher
         own = [seconds_of(self._device, functools.partial(prefetcher.trial, together)) for together in (False, True)]
         whole, gathered = map(max, zip(*ranks.gather(own), strict=True))
@@ -223,14 +223,14 @@ class DevicePlan:
         self._fetch_share = min(1.0, gathered / whole)
 
     def _adopt(self, plan: PlanRecord) -> None:
-        """Layers run by this plan from now on."""
+        """Applies a plan: moves units, and sets how layers run."""
         self._place(plan.placement)
         self._runtime.batch_cut.chosen, self._runtime.token_tile = plan.samples, plan.token_tile
         self.made, self._resumed = plan, None
         self._foreseen.clear()
 
     def _plan(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, sizes: Sequence[int]) -> None:
-        """Plans for batches of this extent and these row sizes, if the plan of an interrupted training doesn't cover them."""
+        """Plans for batches of this extent and these row sizes, unless the plan of an interrupted training covers them."""
         if self._resumed is not None:
             self._take_over(model, self._resumed, sizes)
         if self.made.planned.covers(extent):
@@ -241,8 +241,8 @@ class DevicePlan:
         try:
             plan, step_profile = self._best_plan(model, inputs, seen)
         except torch.OutOfMemoryError:
-            raise  # and the batch doesn't count: it is tried again smaller
-        except Exception as error:  # a model that looks at its data can't be run without any
+            raise  # without noting the batch as seen: the script may retry with a smaller one
+        except Exception as error:  # a model whose code reads values can't run on fake tensors
             logger.log(
                 logging.WARNING if budget_bytes else logging.INFO,
                 "megatrain: a step can't be predicted for this model (%s: %s), so that its layers stream and are recomputed; "
@@ -273,8 +273,8 @@ class DevicePlan:
         self.made = dataclasses.replace(self.made, **changes)
 
     def _note_rows(self, *sizes: int) -> None:
-        """Where lengths vary, by batch or by rank, each graph of a compiled layer is made for any of them, and attention has
-        kernels that are. A backward that is to come computes with those that its forward had."""
+        """Notes the row sizes (:func:`.row_size`) of all ranks' batches. If they vary, compiled layers get one graph for all
+        sizes, and attention kernels that serve all. Kernels aren't switched between a forward and its backward."""
         so_far = functools.reduce(sizes_after, sizes, self.made.row_sizes)
         self._note(row_sizes=so_far)
         varies = self._runtime.compiled.sizes_vary = sizes_vary(so_far) or any(size != so_far[0] for size in sizes)
@@ -282,7 +282,7 @@ class DevicePlan:
             self.use_cudnn(not varies or max(sizes) > LONGEST_WITHOUT_CUDNN)
 
     def use_cudnn(self, is_used: bool) -> None:
-        """Whether attention may run in cuDNN, as before the first step; where somebody else switched that off it stays off."""
+        """Lets attention run in cuDNN, as before the first step, or prevents it. If a user disabled it, it stays disabled."""
         if is_used and self._cudnn_again is not None:
             self._cudnn_again()
             self._cudnn_again = None
@@ -291,8 +291,8 @@ class DevicePlan:
             self._cudnn_again = weakref.finalize(self, torch.backends.cuda.enable_cudnn_sdp, True)
 
     def _best_plan(self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent) -> tuple[PlanRecord, StepProfile]:
-        """The plan, and the step that it is made for: on the batch itself as long as all have one size, else on one that
-        covers all batches so far (``seen``) and, as far as such a step fits, larger ones."""
+        """The plan, and the profile of the step that it is made for: on the batch itself while all have one size, else on one
+        that covers all batches so far (``seen``) and, as far as such a step fits, larger ones."""
         made_with = made_for(model, self._runtime, self._config, self.micro_batches)
         for growth, planned, step_profile in self._steps_to_plan_for(model, inputs, seen):
             plan = dataclasses.replace(
@@ -318,14 +318,14 @@ class DevicePlan:
     def _steps_to_plan_for(
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
     ) -> Iterator[tuple[float, BatchExtent, StepProfile]]:
-        """Steps that fit, on batches that grow by less and less: the growth, the extent and the step of each."""
+        """Yields growth, extent and profile of steps that fit, on ever smaller batches, and at last of that on ``inputs``."""
         varies = self.budget.exists and (self.made.plans or sizes_vary(self.made.row_sizes))
         if varies and not self.made.plans:
-            self.foresee(model, inputs)  # from which others are scaled
-        # Steps may be planned anew for another reason than their batches: more forwards at once.
+            self.foresee(model, inputs)  # the others are scaled from it
+        # If no batch is new, a step is planned anew since more forwards are open at once: batches needn't grow.
         growths = [FREE_GROWTH, GROWTH_FACTORS[min(max(1, self.made.plans), len(GROWTH_FACTORS)) - 1]]
         for growth in [*(growths if seen != self.made.seen else ()), 1.0] if varies else ():
-            # Room for batches that never came isn't worth smaller pieces, or tiles.
+            # Batches that haven't come are no reason for smaller pieces or for tiles.
             planned, step_profile = self._resized_step(model, inputs, seen, growth, may_change_way=growth == 1.0)
             if step_profile is not None and self.search_for(step_profile).something_fits:
                 yield growth, planned, step_profile
@@ -334,33 +334,33 @@ class DevicePlan:
     def _resized_step(
         self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, growth: float, may_change_way: bool = False
     ) -> tuple[BatchExtent, StepProfile | None]:
-        """A batch of ``growth`` times that extent, and its step, scaled from the measured one; None if it can't be told."""
+        """The extent of a batch ``growth`` times as large, and its step scaled from the measured one, or None if unknown."""
         calls = self._runtime.calls
         if (resized := resized_batch(model, inputs, extent, growth)) is None:
             return extent, None
-        # A batch that is computed whole takes more than its tokens in a row.
+        # While this batch is computed with its padding, the larger one is, too.
         batch, real = resized[0], None if calls.real is None else resized[1]
         try:
             with replaced(calls, "real", real):
                 ways = self._ways(model, batch)
                 step_profile = ways.best()[0] if may_change_way else ways.step_profile()
                 return self._extent(batch), self._in_proportion(batch, step_profile)
-        except Exception as error:  # the model bounds sequences in a way of its own
+        except Exception as error:  # the model may limit sequences in its own way
             logger.info("megatrain: no batches of another size can be planned for (%s)", error)
             return extent, None
 
     def _placed(
         self, model: nn.Module, inputs: Mapping[str, Any], plan: PlanRecord, step_profile: StepProfile
     ) -> tuple[PlanRecord, bool]:
-        """The plan with the fastest placement, for the usual batch too where that is smaller; and whether room for the largest
-        costs the usual one nothing."""
-        # One budget for all: the driver tells another number each time, after milliseconds.
+        """The plan with its fastest placement, and with one for the usual batch if that is smaller. Says also whether room for
+        the largest batch costs the usual one nothing."""
+        # All searches share one budget: the driver needs milliseconds to report it, and reports another each time.
         search_for = functools.partial(self.search_for, budget_bytes=self.budget.whole_bytes())
         share = plan.tokens / (plan.batches * plan.planned.real) if plan.planned.real else 1.0
 
         def step_at(share: float) -> StepProfile | None:
             extent, growth = plan.planned, share
-            if self._runtime.calls.real is not None:  # without padding the tokens alone count, else the length does, too
+            if self._runtime.calls.real is not None:  # padding is left out: only real tokens shrink, not the length
                 extent, growth = dataclasses.replace(extent, real=round(share * extent.real)), 1.0
             with layers_run(self._runtime, step_profile.samples, step_profile.token_tile):
                 return self._resized_step(model, inputs, extent, growth)[1]
@@ -378,22 +378,22 @@ class DevicePlan:
         return BatchExtent.of(inputs, self._runtime.calls.real)
 
     def fixed_bytes(self, step_profile: StepProfile) -> int:
-        """What such a step takes under any placement."""
-        # What others that wait for their backward hold isn't more than what one takes that is recomputed; they share slots.
+        """Device bytes that such a step takes under any placement."""
+        # An open forward holds at most what a step takes that recomputes all layers. All forwards share the slots.
         sizes = dataclasses.replace(self.model_sizes(), slot_bytes=0, gradient_slot_bytes=0)
         waiting = peak_bytes(step_profile, sizes, Placement())
         held = sum(self.budget.fixed_bytes_by_kind(step_profile).values()) + LIBRARY_WORKSPACE_BYTES
         return held + (self.made.forwards_at_once - 1) * waiting
 
     def _take_over(self, model: nn.Module, data: dict[str, Any], sizes: Sequence[int]) -> None:
-        """Goes on by a recorded plan, if it was made for what is here and fits; else the next batch is planned for."""
+        """Adopts a recorded plan if it was made for this model, GPU and settings and fits. Otherwise nothing is adopted."""
         record, self._resumed = PlanRecord.of_data(data), None
         if record is None or record.made_for != made_for(model, self._runtime, self._config, self.micro_batches):
             logger.info("megatrain: the checkpoint's plan was made for something else")
             return
         budget_bytes = self.budget.whole_bytes()
         if self._config.gpu_memory_bytes is None:
-            # A few MiB more or less are free each time, and a plan fills what it finds.
+            # Free memory varies by a few MiB from run to run, and the recorded plan filled what was free.
             budget_bytes = int(budget_bytes * RESUMED_SHARE_OF_DEVICE / USABLE_SHARE_OF_DEVICE)
         room_bytes = self._host_budget_bytes() + self.model_sizes().moved_bytes(record.placement)
         if record.predicted_bytes > budget_bytes or record.offloaded_bytes > room_bytes:
@@ -404,8 +404,8 @@ class DevicePlan:
             self._note_rows(*sizes)
 
     def expect_steps(self, steps: int | None, compiles: bool | None = None, record: dict[str, Any] | None = None) -> None:
-        """A training begins, of so many optimizer steps if that is known: layers are compiled only if that pays for itself.
-        ``compiles`` is what the training chose before it was interrupted, ``record`` its :attr:`record`."""
+        """Called when a training begins. The number of optimizer ``steps``, if known, decides whether compiling layers pays.
+        ``compiles`` is what a training chose before it was interrupted, and ``record`` is its :attr:`record`."""
         if record is not None or (steps, compiles) != self._expected:
             self._expected = (steps, compiles)
             self._note(row_sizes=(), batches=0, tokens=0)
@@ -413,8 +413,7 @@ class DevicePlan:
         self._resumed = record
 
     def _run_layers(self, compiled: bool | None) -> None:
-        """From now on layers run compiled (True) or not (False); None: the next profile decides. What was measured and planned
-        before counts no more."""
+        """Runs layers compiled (True) or not (False), or as the next profile decides (None). Drops measurements and plans."""
         self._runtime.compiled.pays, self._compiles_after = compiled, None
         self._measured_steps.clear()
         self._foreseen.clear()
@@ -422,18 +421,18 @@ class DevicePlan:
 
     @property
     def expected(self) -> tuple[int | None, bool | None]:
-        """Steps of the training in progress, and whether it compiles layers; None for what isn't known."""
+        """Steps of the current training, and whether it compiles layers. None for what isn't known."""
         return self._expected[0], self._compiles_after is not None or self._runtime.compiled.pays
 
     def forget(self) -> None:
-        """The next batch is planned for as if it were the first: steps are to run in another way from now on."""
+        """Plans for the next batch as if it were the first. Called when steps are to run in another way."""
         self._note(seen=BatchExtent(), planned=BatchExtent(), plans=0)
         self._resumed = None
 
     def foresee(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepProfile:
-        """The profile of a step on ``inputs``, without planning for it; :meth:`follow` takes it over. The first is measured,
-        and later ones are scaled from it where they can be. Raises an ``UnsupportedError`` for a batch that can't run in
-        pieces, and whatever the model raises when it looks at its data."""
+        """The profile of a step on ``inputs``, without a plan for it. It is kept for :meth:`follow`. The first profile is
+        measured unless the step surely fits, later ones are scaled from it if possible. Raises an ``UnsupportedError`` for a
+        batch that can't run in pieces, and what the model raises if it reads values of fake tensors."""
         shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
         key = (self._runtime.batch_cut.asked, shapes, self._extent(inputs))
         if key not in self._foreseen:
@@ -450,7 +449,7 @@ class DevicePlan:
                     if self._compiles_after is None:
                         raise
                 if measured is None or (self._compiles_after is not None and not self.search_for(measured[1]).something_fits):
-                    self._run_layers(compiled=True)  # which takes less memory, so that the first step is compiled too
+                    self._run_layers(compiled=True)  # in the first step, too: compiled layers need less memory
                     return self.foresee(model, inputs)
                 self._measured_steps[self._way_of(inputs)] = measured
                 found = measured[1]
@@ -459,22 +458,22 @@ class DevicePlan:
 
     @contextlib.contextmanager
     def joining(self, samples: int) -> Iterator[None]:
-        """Training forwards in the body run a whole step's batch, in pieces of at most ``samples``."""
+        """In the body, a training forward runs the joined batch of a whole step in pieces of at most ``samples`` samples."""
         cut = self._runtime.batch_cut
         asked = samples if cut.asked is None else min(cut.asked, samples)
         with replaced(cut, "asked", asked), replaced(self, "micro_batches", 1):
             yield
 
     def _decide_on_compiling(self, step_profile: StepProfile) -> None:
-        """The first profile of a training decides whether it is long enough to pay for compiling layers. The first step runs
-        uncompiled even then, so that the user soon sees the script work."""
+        """Decides on a training's first profile whether the training is long enough to compile layers. Even then its first
+        step runs uncompiled, so that the user soon sees the script work."""
         compiled, steps = self._runtime.compiled, self._expected[0]
         if compiled.is_optional and compiled.pays is None and steps is not None:
-            # Backward takes twice the FLOPs of forward.
+            # Backward takes twice the FLOPs of forward, so both take three times.
             pass_flops = 3 * sum(step_profile.profiles[call.kind].forward.flops for call in step_profile.forward_calls)
             saved_seconds = steps * self.micro_batches * _SAVED_SHARE * pass_flops / _EAGER_FLOPS
             compiled.pays = saved_seconds >= COMPILE_SECONDS * len(step_profile.profiles)
-            # Whether micro-batches are joined is decided once, by the times of layers as they will run.
+            # Joining micro-batches is decided once, by times of layers as they will run: compiled from the first step on.
             is_plain = self.micro_batches == 1 and self._runtime.batch_cut.asked is None
             if compiled.pays and is_plain and not compiled.compilations:
                 self._compiles_after, compiled.pays = self._runtime.steps_taken, False
@@ -483,18 +482,17 @@ class DevicePlan:
                 logger.info(text, steps)
 
     def _way_of(self, inputs: Mapping[str, Any]) -> Hashable:
-        """What two steps must share for the costs of one to be scaled from the other's."""
+        """The way in which a step runs. Costs are only scaled between steps of one way."""
         return self._runtime.batch_cut.asked, self._runtime.compiled.pays, frozenset(inputs)
 
     def _in_proportion(self, inputs: Mapping[str, Any], step_profile: StepProfile) -> StepProfile | None:
-        """The profile scaled from the measured step, None if there is none to scale it from; itself where none is measured."""
+        """The profile scaled from the measured step, or as it is if nothing needs to be measured. None if that is needed."""
         if not self.measures:
             return step_profile
         if (steps := self._measured_steps.get(self._way_of(inputs))) is not None:
             return extrapolated_profile(step_profile, *steps, self._machine)
-        # Nothing needs to be measured where states and activations leave so much room: what they take is estimated well
-        # enough, and all lie there however long a step takes. What a compiler saves can't be estimated. Where micro-batches
-        # may be joined, the times of both ways are compared.
+        # If everything fits with much room to spare, it is placed on the device whatever a step's time, and memory is
+        # estimated well enough. But what a compiler saves can't be estimated, and joining micro-batches depends on times.
         is_plain = self.micro_batches == 1 and not (
             step_profile.token_tile or step_profile.samples or self._runtime.batch_cut.asked
         )
@@ -505,13 +503,13 @@ class DevicePlan:
 
     def _ways(self, model: nn.Module, inputs: Mapping[str, Any]) -> WayChoice:
         step_profile = functools.partial(profile_step, model, self._runtime, inputs, self._device)
-        ids = inputs.get("input_ids")  # beside which a picture may have a row for each of its patches
+        ids = inputs.get("input_ids")  # has one row a sample, while images may have one a patch
         samples = max(rows_of(dict(inputs) if ids is None else ids), default=1)
         return WayChoice(self._runtime, self._config, samples, step_profile, self.search_for)
 
     def search_for(self, step_profile: StepProfile, budget_bytes: int | None = None, **counts: int) -> PlacementSearch:
-        """For the placement of such a step, with these ``counts`` where the settings fix no others, in the whole budget unless
-        another is named."""
+        """The search for such a step's placement, within the whole budget by default. The ``counts`` (:class:`.Counts`) are
+        fixed in it, unless the settings fix others."""
         whole_bytes = self.budget.whole_bytes() if budget_bytes is None else budget_bytes
         step_bytes, host_bytes = whole_bytes - self.fixed_bytes(step_profile), self._host_budget_bytes()
         return PlacementSearch(
@@ -525,16 +523,16 @@ class DevicePlan:
         except torch.OutOfMemoryError:
             if self.made.placement == self._settled():
                 raise
-        except Exception as error:  # if it is more than the trial's, the training's own forward raises it
+        except Exception as error:  # unless only the trial fails, the training's own forward raises it again
             logger.info("megatrain: layers can't be measured, their costs are estimated (%s)", error)
             return step_profile
-        # What an earlier plan put on the device for smaller batches makes room.
+        # Units that an earlier plan put on the device, for smaller batches, move to the host to make room.
         self._place(Placement())
         torch.cuda.empty_cache()
         return measure_layers(model, self._runtime, inputs, step_profile, self.budget.whole_bytes(), is_plain)
 
     def _host_budget_bytes(self) -> int:
-        """Host memory that offloaded activations could take if all units lived on the host."""
+        """Host memory that is left for offloaded activations if all units live on the host."""
         host_bytes = available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES
         on_device = (self._unit_sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
         return host_bytes - sum(on_device) // self._ranks
@@ -551,13 +549,13 @@ class DevicePlan:
         self._place(at_home)
 
     def _fixed(self) -> dict[str, Any]:
-        """The counts that the settings leave no choice of, as far as the optimizers allow it."""
+        """The :class:`.Counts` by name that settings fix, and those that are 0 since an optimizer can't step on the device."""
         fixed = fixed_counts(self._config.placement, len(self._runtime.layers))
         may_move = self._runtime.states_may_move and can_step_on(self._device)
         return fixed if may_move else {**fixed, "on_device": 0, "groups_on_device": False, "states_on_device": 0}
 
     def _settled(self) -> Placement:
-        """What the settings ask for and nothing more."""
+        """The placement with what the settings ask for and nothing more."""
         return Counts(**self._fixed()).placement(len(self._runtime.layers))
 
     def model_sizes(self) -> Model:
@@ -583,12 +581,12 @@ class DevicePlan:
 
     @property
     def adds_on_host(self) -> bool:
-        """Whether gradients are added up on the host: those of several backwards, or of pieces of a batch, which experts in
-        parts bring one by one."""
+        """Whether gradients are summed on the host: over several backwards, or over the pieces of a batch, for each of which
+        experts that stream in parts send gradients."""
         in_pieces = self._runtime.batch_cut.asked is not None
         return self.micro_batches > 1 or (in_pieces and any(at.has_trainable for at in self._runtime.experts))
 
     def _unit_sizes(self, unit: HostUnit) -> UnitSizes:
-        # The first addition makes room for all units' sums.
+        # The first sum allocates residuals for all units.
         is_summed = self._runtime.sums.is_wanted and self.adds_on_host
         return UnitSizes.of_unit(unit, is_summed, is_shared=self._ranks > 1)

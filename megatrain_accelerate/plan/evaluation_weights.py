@@ -1,6 +1,5 @@
-"""Weights that stay on the device from one forward without gradients to the next, for generation and evaluation: layers that
-are held have a slot of their own until a model trains again, and cross the link once instead of in every forward. The bits are
-the same."""
+"""Holds weights on the device between forwards without gradients, for generation and evaluation. A held layer has its own slot
+until a model trains again, and is copied once instead of in every forward. Results have the same bits."""
 
 from __future__ import annotations
 
@@ -23,19 +22,19 @@ logger = logging.getLogger(__name__)
 
 
 def has_cache(inputs: Mapping[str, Any]) -> bool:
-    """Whether a forward is part of a generation: it is given a cache, if only an empty one."""
+    """Whether a forward is part of a generation: it gets a cache, perhaps an empty one."""
     return any(inputs.get(name) is not None for name in CACHE_ARGUMENTS)
 
 
 def is_next_token(inputs: Mapping[str, Any]) -> bool:
-    """Whether a forward computes one more token of a generation: its inputs are one token a sample, and a cache."""
+    """Whether a forward computes one more token of a generation: it gets one token a sample, and a cache."""
     ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
     is_one = isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1
     return is_one and has_cache(inputs)
 
 
 def cache_bytes(inputs: Mapping[str, Any]) -> int:
-    """Bytes of the tensors in the key-value caches (or states) among a forward's arguments, whatever their class."""
+    """Bytes of the tensors in key-value caches (or states) among a forward's arguments, whatever the caches' class."""
     found: dict[int, Any] = {}
     todo: list[Any] = [inputs.get(name) for name in CACHE_ARGUMENTS]
     while todo:
@@ -50,9 +49,9 @@ def cache_bytes(inputs: Mapping[str, Any]) -> int:
 
 
 class EvaluationWeights:
-    """Chooses the layers that are held between forwards without gradients. Under ``auto`` from the first forward of a
-    generation on, or the second of others in a row (a reference model's, once a training step, gains nothing); as many as fit
-    beside what it needs, its caches counted twice so that they can grow."""
+    """Chooses the layers that are held between forwards without gradients: as many as fit beside what a forward needs, with
+    its caches counted twice so that they can grow. With ``auto`` it holds layers from a generation's first forward on, and
+    from the second of other forwards in a row: a reference model that runs once a training step gains nothing."""
 
     def __init__(self, runtime: StreamingRuntime, setting: str, budget: DeviceBudget) -> None:
         self._runtime, self._setting, self._budget = runtime, setting, budget
@@ -61,18 +60,18 @@ class EvaluationWeights:
         self._is_full = self._is_warned = self._is_warned_of_experts = False
 
     def needed_bytes(self, model: nn.Module, inputs: Mapping[str, Any]) -> int:
-        """Predicted, of the largest forward without gradients so far, this one included; 0 if unknown."""
-        # A token's inputs grow by its mask; it needs less than the text before it, and can't run without its cache.
+        """Predicted device bytes of the largest forward without gradients so far, including this one. 0 if unknown."""
+        # The next token isn't predicted: it needs less than its prompt, can't run without its cache, and its mask grows.
         if not is_next_token(inputs) and not self._evaluated.covers(extent := BatchExtent.of(inputs)):
             self._evaluated = self._evaluated.union(extent)
             try:
                 self._needed_bytes = evaluation_bytes(model, self._runtime, inputs, self._runtime.streams.device)
-            except Exception as error:  # a model that looks at its data can't be run without any
+            except Exception as error:  # a model whose code reads values can't run on fake tensors
                 logger.info("megatrain: an evaluation's memory can't be predicted for this model (%s)", error)
         return self._needed_bytes
 
     def before_forward(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Before a forward without gradients: holds more layers if there is room, or gives some up if there is none."""
+        """Called before a forward without gradients. Holds more layers if they fit, or gives some up if memory is short."""
         if self._setting == "stream" or self._runtime.prefetcher.all_on_device:
             return
         self._forwards += 1
@@ -83,7 +82,7 @@ class EvaluationWeights:
         spare: float = math.inf
         if left is not None:
             needed = self.needed_bytes(model, inputs)
-            # Twice where the cache isn't allocated yet or grows by being copied; what free memory lacks it has already.
+            # Caches count twice, as they may be copied to grow: here, and in ``needed`` or, once allocated, in ``left``.
             self._cache_bytes = max(self._cache_bytes, cache_bytes(inputs))
             spare = (left - needed if needed else left // 2) - self._cache_bytes
         if spare < 0:
@@ -127,9 +126,9 @@ class EvaluationWeights:
             )
 
     def give_up(self) -> None:
-        """A model trains, or another one computes: the memory is theirs."""
+        """Gives up all held layers. Called when a model trains, or another one computes, which need the memory."""
         self._forwards = 0
         self._is_full = False
         if self._runtime.prefetcher.let_go() and self._runtime.streams.is_cuda:
-            # Training's blocks have other sizes.
+            # Blocks of other sizes are needed for training.
             torch.cuda.empty_cache()

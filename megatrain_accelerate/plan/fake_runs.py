@@ -1,7 +1,6 @@
-"""What runs of a model on tensors without data need besides ``FakeTensorMode``: values, since many forwards look at small
-integers (positions, masks, the sizes of images), and care for code that torch's dispatcher doesn't see. Compiled functions and
-Triton kernels would write to address zero, which ends the CUDA context, and caches would keep tensors without data.
-"""
+"""What fake runs of a model need besides ``FakeTensorMode``: values, since many forwards read small integer tensors (position
+ids, masks, sizes of images), and care for code that torch's dispatcher doesn't see. Compiled functions and Triton kernels
+would write to address zero, which ends the CUDA context, and caches would keep fake tensors."""
 
 from __future__ import annotations
 
@@ -29,12 +28,12 @@ from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers.nested_tensors import tensors_in
 
 _MOST_ELEMENTS = 1 << 22
-"""Of a tensor whose values are known: positions of a few million tokens are, attention masks of all pairs of tokens aren't."""
+"""Values of larger tensors aren't tracked: positions of a few million tokens are, masks of all pairs of tokens aren't."""
 
 _CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, list, set, collections.deque)
-"""No others: a class of somebody's own may import a library when it is asked for its values (transformers' mappings do)."""
+"""Types of containers that are restored. Other types may import a library when they are read (transformers' mappings do)."""
 _MOST_ENTRIES = 10_000
-"""Of a container that is looked into; a script's data are more."""
+"""Containers with more entries are left alone: they hold a script's data."""
 
 _RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "uniform", "dropout", "empty")
 _ATEN = torch.ops.aten
@@ -43,8 +42,8 @@ _NOT_OF_MODELS = ("torch", "builtins", "typing", "abc")
 
 
 class KnownValues(TorchDispatchMode):
-    """Computes for real what follows from the batch's integers and truth values, from single numbers beside it and from what
-    the model makes itself, and answers with it. Enter it inside ``FakeTensorMode``."""
+    """Computes real values, and answers with them, where they follow from the batch's integer and bool tensors, from single
+    numbers beside them, or from tensors that the model makes itself. Enter it inside ``FakeTensorMode``."""
 
     supports_higher_order_operators = True
 
@@ -53,8 +52,8 @@ class KnownValues(TorchDispatchMode):
         self._known: Any = WeakIdKeyDictionary()
 
     def learn(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """The values of a tensor without data, from one that isn't written to: of small integer tensors, and of a single
-        floating-point number of no dimension (what a loss is divided by)."""
+        """Records a fake tensor's values if ``real`` is a small integer or bool tensor, or has no dimension (the divisor of a
+        loss). ``real`` is copied, so that the run never writes to it."""
         is_number = real.is_floating_point() or real.is_complex()
         if not real.is_meta and (real.dim() == 0 or (not is_number and real.numel() <= _MOST_ELEMENTS)):
             with _disable_current_modes():
@@ -62,14 +61,14 @@ class KnownValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):  # flex attention, say
+        if not isinstance(func, torch._ops.OpOverload):  # flex attention, for one
             return func(*args, **kwargs)
         if func is _ATEN._local_scalar_dense.default:
             number = self._real_result(func, args, kwargs)
             return func(*args, **kwargs) if number is None else number
         try:
             result = _fake_result(func, self._with_counted_masks(func, args), kwargs)
-            # What isn't kept isn't made either: a mask of all pairs of many tokens would take longer than the step.
+            # Values that wouldn't be kept aren't computed: a mask of all pairs of many tokens would take longer than the step.
             is_large = min((tensor.numel() for tensor in tensors_in(result)), default=0) > _MOST_ELEMENTS
             real = None if is_large else self._real_result(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -88,11 +87,11 @@ class KnownValues(TorchDispatchMode):
         return result
 
     def _real_result(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operation's result with values; None if something in it isn't known."""
+        """The operation's result with values. None if these don't follow from known ones."""
         name, tensors = func._overloadpacket.__name__, tensors_in((args, kwargs))
-        # Models leave a layer out where a random number is below a rate, and a plan is for the largest step.
+        # Models skip a layer if a random number is below a rate. A plan is for the largest step, so the number is 1.
         is_one_draw = name == "rand" and not tensors and args and list(args[0]) == []
-        # A loss's own gradient is 1, whatever the loss is.
+        # The gradient of a loss with respect to itself is 1, whatever the loss is.
         if is_one_draw or (func is _ATEN.ones_like.default and args[0].dim() == 0):
             with _disable_current_modes():
                 return torch.ones((), dtype=kwargs.get("dtype") or (torch.float32 if is_one_draw else args[0].dtype))
@@ -104,11 +103,11 @@ class KnownValues(TorchDispatchMode):
         try:
             with _disable_current_modes():
                 return func(*args, **kwargs)
-        except Exception:  # an operation that the CPU doesn't have
+        except Exception:  # the CPU may lack the operation
             return None
 
     def _with_counted_masks(self, func: Any, args: Any) -> Any:
-        """The arguments of an operation, with as many places in the place of masks whose values are known."""
+        """The operation's arguments, in which integer indices replace bool masks of known values, as many as these select."""
         if func.overloadpacket is not _ATEN.index:
             return args
         indices: list[torch.Tensor | None] = []
@@ -122,7 +121,7 @@ class KnownValues(TorchDispatchMode):
         return args[0], indices
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's values are known; one that has data is a constant of the model's code."""
+        """Whether a tensor's values are known. A tensor with data is a constant of the model's code."""
         return tensor in self._known or (not isinstance(tensor, FakeTensor) and tensor.numel() <= _MOST_ELEMENTS)
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -133,7 +132,7 @@ class KnownValues(TorchDispatchMode):
             return tensor.detach().to("cpu", copy=True)
 
     def _forget(self, written: torch.Tensor) -> None:
-        """Something unknown was written to a tensor, and to all that share its memory."""
+        """Forgets the values of a tensor to which unknown ones were written, and of all tensors that share its memory."""
         if written in self._known:
             storage = self._known[written].untyped_storage()._cdata
             for fake in [fake for fake, value in self._known.items() if value.untyped_storage()._cdata == storage]:
@@ -141,7 +140,7 @@ class KnownValues(TorchDispatchMode):
 
 
 class NumbersOfTensors(TorchFunctionMode):
-    """``torch.tensor`` of a list of tensors reads their memory, past all modes: it gets their numbers instead."""
+    """Gives ``torch.tensor`` numbers in place of a list of fake tensors, whose memory it would read past all modes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.tensor and args and isinstance(args[0], (list, tuple)):
@@ -150,23 +149,23 @@ class NumbersOfTensors(TorchFunctionMode):
 
 
 def taken_for_data(values: KnownValues) -> contextlib.AbstractContextManager[None]:
-    """transformers doesn't take a tensor of known values for one of a trace while the body runs: under a trace it makes a
-    mask of all tokens by all, larger than the device where a sequence is long (transformers/masking_utils.py)."""
+    """While the body runs, transformers takes fake tensors of known values for real ones. Else it assumes a trace and makes a
+    mask of all pairs of tokens, too large for the device if a sequence is long (transformers/masking_utils.py)."""
     module = sys.modules.get("transformers.utils.import_utils")
     is_fake_tensor = getattr(module, "is_fake_tensor", None)
-    if is_fake_tensor is None:  # older ones don't ask
+    if is_fake_tensor is None:  # older versions don't ask
         return contextlib.nullcontext()
     return replaced(module, "is_fake_tensor", lambda tensor: is_fake_tensor(tensor) and not values.knows(tensor))
 
 
 def _fake_result(func: Any, args: Any, kwargs: Any) -> Any:
-    # torch knows the shapes of grouped products (experts) for bf16 only, though its kernels run others. Older ones have none.
+    # torch infers shapes of grouped products (experts) for bf16 alone, though its kernels take others. Older ones have none.
     if func.name() == "aten::_grouped_mm" and isinstance(args[0], FakeTensor) and args[0].dtype != torch.bfloat16:
         halves = tree_map_only(torch.Tensor, lambda at: at.to(torch.bfloat16) if at.is_floating_point() else at, args)
         return torch.empty_like(func(*halves, **{**kwargs, "out_dtype": None}), dtype=kwargs.get("out_dtype") or args[0].dtype)
     if func is _ATEN.bincount.default:
         given = {**dict(zip(("self", "weights", "minlength"), args, strict=False)), **kwargs}
-        # Counts of experts: as many as are named, since none has a larger number.
+        # It counts tokens per expert, and no expert has a number of ``minlength`` or more.
         if minlength := given.get("minlength"):
             dtype = torch.int64 if given.get("weights") is None else given["weights"].dtype
             return torch.empty(minlength, dtype=dtype, device=args[0].device)
@@ -174,13 +173,13 @@ def _fake_result(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_small_factory(args: Any) -> bool:
-    """Whether an operation on numbers alone (arange, zeros, full) makes a small tensor."""
+    """Whether an operation that takes numbers alone (arange, zeros, full) makes a small tensor."""
     numbers = (number for number in tree_leaves(args) if isinstance(number, (int, float)) and not isinstance(number, bool))
     return math.prod(max(1.0, abs(number)) for number in numbers) <= _MOST_ELEMENTS
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments that the operation writes to."""
+    """Yields the tensors among the arguments that the operation writes to."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from tensors_in(kwargs.get(argument.name, args[place] if place < len(args) else None))
@@ -188,10 +187,10 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 
 @contextlib.contextmanager
 def compiled_functions_as_python() -> Iterator[None]:
-    """While the body runs, in every thread, compiled functions call the Python that they were made of. TorchScript (DeBERTa's
-    relative positions) launches what it fused itself. A function under ``torch.compile`` that is called under modes (flex
-    attention) isn't traced, nor is it afterwards in torch 2.11: its first real call fails. Scripted functions whose original
-    isn't known run as they are, and so does any under ``torch.compile`` before torch 2.6."""
+    """While the body runs, in every thread, compiled functions call the Python functions that they were made of. TorchScript
+    (DeBERTa's relative positions) launches its fused kernels itself. A function under ``torch.compile`` that is called under
+    modes (flex attention) isn't traced. In torch 2.11 it isn't traced later either, so that its first real call fails.
+    Scripted functions whose original isn't known run as they are, as do those under ``torch.compile`` before torch 2.6."""
     call: Any = torch.jit.ScriptFunction.__call__
 
     def call_original(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,9 +205,9 @@ def compiled_functions_as_python() -> Iterator[None]:
 
 @contextlib.contextmanager
 def launches_without_data() -> Iterator[None]:
-    """While the body runs, Triton kernels launched under ``FakeTensorMode`` return at once; others run. Outputs are allocated
-    by torch before a launch, so that shapes and memory are right without it; autotuners choose when the first real call comes.
-    A mode that is *made* in the body raises where other code asks a tensor for its address, instead of answering zero
+    """While the body runs, Triton kernels launched under ``FakeTensorMode`` return at once, and other launches run. torch
+    allocates outputs before a launch, so shapes and memory are right without it. Autotuners choose at the first real call. A
+    mode that is *made* in the body raises if other code asks a tensor for its address, instead of answering zero
     (``torch/_functorch/config.py``)."""
     with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
         if not has_triton_package():
@@ -233,10 +232,10 @@ def launches_without_data() -> Iterator[None]:
 
 @contextlib.contextmanager
 def nothing_kept(model: nn.Module) -> Iterator[None]:
-    """What the body puts into caches and containers of the model's code is out of them again when it is over: caches
-    (``functools.lru_cache``) that got an entry are emptied; lists, dicts, sets, deques and attributes of plain objects hold
-    what they held. They are looked for among the attributes of the model's modules and the globals of the Python modules that
-    define their classes, in decorated functions, and in objects of classes that these Python modules define."""
+    """Undoes what the body adds to caches and containers of the model's code. Caches (``functools.lru_cache``) that got an
+    entry are emptied. Lists, dicts, sets, deques and attributes of plain objects get their former content back. All are looked
+    for among the attributes of the model's modules and the globals of the Python modules that define their classes, in
+    decorated functions, and in objects of classes that these Python modules define."""
     caches, containers = _kept_by(model)
     misses = [cache.cache_info().misses for cache in caches]
     held = [copy.copy(container) for container in containers]
@@ -253,13 +252,13 @@ def nothing_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _entries(container: Any) -> list[Any]:
-    """What it holds; of a dict each key before its value."""
+    """What the container holds. In a dict's entries each key precedes its value."""
     return [at for item in container.items() for at in item] if isinstance(container, dict) else list(container)
 
 
 def _kept_by(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """The caches and the containers; see :func:`nothing_kept`."""
-    # Values, each with the name of the Python module that defines the classes to be looked into.
+    """The caches and the containers that :func:`nothing_kept` restores."""
+    # Values to look at. A class is looked into if it is defined in the Python module that is named beside it.
     todo = [(value, "") for module in model.modules() for value in vars(module).values()]
     names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     homes = {name for name in names if name.split(".")[0] not in _NOT_OF_MODELS and name in sys.modules}
@@ -268,7 +267,7 @@ def _kept_by(model: nn.Module) -> tuple[list[Any], list[Any]]:
     caches: list[Any] = []
     containers: list[Any] = []
     seen: set[tuple[int, str]] = set()
-    for value, home in todo:  # which grows
+    for value, home in todo:  # grows meanwhile
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
         elif isinstance(value, property):

@@ -1,6 +1,6 @@
-"""The profile of a training step: what lives and what is computed outside the layers, call by call, and what a layer costs. It
-is made by one run without data (:mod:`.step_memory`), with each layer replaced by an empty node. Any placement's peak of
-memory and time follow by arithmetic (:mod:`.step_simulation`), so that hundreds can be weighed."""
+"""Profiles a training step: memory and computation outside the layers, call by call, and the costs of each kind of layer call.
+One fake run (:mod:`.step_memory`) with an empty node in place of each layer makes the profile. The peak and the time of any
+placement follow from it by arithmetic (:mod:`.placement`, :mod:`.step_simulation`), so that hundreds can be compared."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ CostEstimate = Callable[[StreamedLayer, LayerProfile, SavedInForward], LayerProf
 _KNOWN_PACKAGES = ("transformers", "peft")
 
 _kinds: dict[Hashable, int] = {}
-"""The kinds of calls so far, numbered: a search looks their profiles up some million times."""
+"""The number of each kind of call so far. A search looks up profiles some million times, which is fast by a number."""
 
 
 def call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Equal for calls that cost the same: by layout, simple attributes of the modules and shapes of the arguments."""
+    """A number that is equal for calls of equal cost: of equal layouts, plain attributes of modules and argument shapes."""
     leaves, spec = tree_flatten((args, kwargs))
     shapes = tuple(
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)[:80]
@@ -62,11 +62,11 @@ def call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class _SavedStorages:
-    """Counts what autograd saves of one call, and what of it :class:`.ActivationOffloader` would send to the host."""
+    """Counts the storages that autograd saves in one call, and the bytes that :class:`.ActivationOffloader` would offload."""
 
     def __init__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], live: LiveBytes) -> None:
         self._live, self.costs = live, live.costs
-        """Costs so far when the last tensor was saved."""
+        """Costs up to the last saved tensor."""
         inputs = tensors_in((args, kwargs))
         sent = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in inputs if t.requires_grad}
         self.input_bytes = sum(count for count in sent.values() if count >= activation_offload.MIN_OFFLOADED_BYTES)
@@ -76,19 +76,19 @@ class _SavedStorages:
         self._others: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in stay)
 
     def count(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Adds up what autograd saves, each storage once."""
+        """The pack hook. Counts each saved storage once."""
         self.costs = self._live.costs
         storage = tensor.untyped_storage()
         if storage not in self._others and storage not in self.storages:
             self.storages.add(storage)
             if storage.nbytes() >= activation_offload.MIN_OFFLOADED_BYTES:
                 self.leaving_bytes += storage.nbytes()
-        # A node that saves its own output and that no backward reaches (a branch that nothing needs) would hold itself.
+        # Detached, since a node that saves its own output would hold itself if no backward reaches it (an unused branch).
         return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 class _EmptyLayer(torch.autograd.Function):
-    """A layer's node without the layer: keeps its inputs, makes outputs and input gradients of the right shapes."""
+    """Stands for a layer in autograd's graph: saves its inputs, and makes outputs and input gradients of the right shapes."""
 
     @staticmethod
     def forward(ctx: Any, note: Callable[[], None], shapes: list[tuple[Any, ...]], *tensors: torch.Tensor) -> Any:
@@ -106,7 +106,7 @@ class _EmptyLayer(torch.autograd.Function):
 
 
 class _StepProfiler:
-    """Runs in the place of the layers and notes the events."""
+    """Runs in place of the layers and records an event for each call and each backward."""
 
     def __init__(
         self, live: LiveBytes, runtime: StreamingRuntime, device: torch.device, cost_estimate: CostEstimate | None
@@ -117,12 +117,11 @@ class _StepProfiler:
         self._anchor = torch.empty((), device=device, requires_grad=True)
         self._cut, self._calls = runtime.batch_cut, runtime.calls
         self._row: RealTokens | None = None
-        """What the call in progress runs on, if that isn't a batch."""
+        """The tokens that the call in progress runs on, if it doesn't run on a batch."""
         self._cost_estimate = cost_estimate
         self.costs_before = OpCosts()
-        """Those at the last event."""
         self._outputs: dict[Hashable, tuple[Callable[[Sequence[torch.Tensor]], Any], list[tuple[Any, ...]]]] = {}
-        """For each kind of call, what puts its outputs together, and size, stride, dtype and device of each tensor in them."""
+        """For each kind of call, what reassembles its outputs, and size, stride, dtype and device of each tensor in them."""
 
     def note(self, is_backward: bool, layer: int, kind: Hashable) -> None:
         live = self._live
@@ -138,11 +137,11 @@ class _StepProfiler:
             self._profile(layer, kind, args, kwargs, length)
         put_together, shapes = self._outputs[kind]
         tensors = tensors_in((args, kwargs))
-        # As in the real node: a trained layer is in the graph also above a frozen embedding.
+        # As in the real node: a trained layer is in the graph even above a frozen embedding.
         anchors = [self._anchor] if layer.has_trainable else []
         made = _EmptyLayer.apply(functools.partial(self.note, True, layer.index, kind), shapes, *tensors, *anchors)
         output, recorded = put_together(made)
-        # Once a call, as in a real step: an auxiliary loss has one tensor a layer.
+        # Recorded once a call, as in a real step: an auxiliary loss takes one tensor per layer.
         output_recorder.enter(recorded)
         return batch_of(self._row, output)
 
@@ -154,7 +153,7 @@ class _StepProfiler:
     def _profile(
         self, layer: StreamedLayer, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], length: int
     ) -> None:
-        """Runs the layer itself, without data, and leaves the counters of the outside as they were."""
+        """Profiles a call by a fake run of the layer itself, which doesn't count as run outside the layers."""
         live = self._live
         split = BatchSplit.of_call(layer, args, kwargs, self._cut)
         saved = _SavedStorages(layer, args, kwargs, live)
@@ -185,10 +184,10 @@ class _StepProfiler:
         wanted = [tensor for tensor in tensors_in((cut_args, cut_kwargs)) if tensor.requires_grad]
         wanted += [p for p in layer.module.parameters() if p.requires_grad]
         with torch.enable_grad():
-            # Whoever holds these instead of the outputs holds none of their memory. Of a view, whose node is torch's own and
-            # holds the graph: one written in Python doesn't keep itself alive in torch 2.5.
+            # Edges hold the graph without the outputs' memory. They are those of views, whose nodes are torch's own: in torch
+            # 2.5 the edge of a node written in Python doesn't keep it alive.
             edges = [get_gradient_edge(output.view_as(output)) for output in outputs]
-        # Those that came from above are there already.
+        # The outputs' gradients are counted outside the layer already.
         above = live.live_bytes
         of_outputs = [torch.ones_like(tensor) for tensor in outputs]
         above = live.live_bytes - above
@@ -208,7 +207,7 @@ class _StepProfiler:
                 self._run(layer, *as_leaves(args, kwargs, needs))
 
         def spared_by(results: AttentionResults | ExpertResults, recording: Any, replaying: Any) -> tuple[OpCosts, int]:
-            """What a forward costs less that has the results of another one, and the bytes of those."""
+            """Costs that a forward saves if it replays the results of an earlier one, and the bytes of these results."""
             before = live.costs
             with recording:
                 run_again()
@@ -250,7 +249,7 @@ class _StepProfiler:
 def as_leaves(
     args: tuple[Any, ...], kwargs: dict[str, Any], needs_grad: Sequence[bool]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, cut off from their graph; those tensors that ``needs_grad`` names require grad."""
+    """The arguments, detached from their graph. ``needs_grad`` says of each tensor whether it requires grad."""
     needs = iter(needs_grad)
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().requires_grad_(next(needs)), (args, kwargs))
 
@@ -262,10 +261,9 @@ def profile_step(
     device: torch.device,
     cost_estimate: CostEstimate | None = None,
 ) -> StepProfile:
-    """Runs the model's forward and backward once without data, as they will run on the device. ``inputs`` are the keyword
-    arguments of the real call; without labels among them the loss is the sum over the output. ``cost_estimate`` adds times to
-    the profile of a call or of its first piece. Raises whatever the model raises when it looks at data (``FakeTensorMode``
-    has none)."""
+    """Profiles a step by one fake run of the model's forward and backward, as they will run on the device. ``inputs`` are the
+    keyword arguments of the real call. Without labels the loss is the sum over the output. ``cost_estimate`` adds times to the
+    profile of a call or of its first piece. Raises whatever the model raises when it reads data, which a fake run lacks."""
     with fake_model(model, inputs, device) as (fake_inputs, live):
         runtime.batch_cut.begin(dict(inputs))
         profiler = _StepProfiler(live, runtime, device, cost_estimate)
@@ -281,7 +279,7 @@ def profile_step(
 
 
 def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> int:
-    """The most bytes that a forward without gradients has alive besides the engine's; raises as :func:`profile_step` does."""
+    """Peak bytes of a forward without gradients, besides the engine's memory. Raises as :func:`profile_step` does."""
     as_they_are = runtime.layers_run_by(StreamedLayer.run)
     with fake_model(model, inputs, device) as (fake_inputs, live), as_they_are, torch.no_grad(), live:
         model.forward(**fake_inputs)
@@ -289,7 +287,7 @@ def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mappin
 
 
 def what_sees_a_batch(model: nn.Module) -> str | None:
-    """Why a model's loss isn't the sum over a batch's samples, to follow "because" in a message; None if nothing is known."""
+    """Why a model's loss isn't a sum over the batch's samples, to follow "because" in a message. None if it may be one."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     if any(getattr(config, "output_router_logits", False) for config in configs):
         return "the loss balances experts over the tokens of a micro-batch (output_router_logits)"
@@ -300,8 +298,8 @@ def what_sees_a_batch(model: nn.Module) -> str | None:
 
 
 def _has_own_loss_code(model: nn.Module) -> bool:
-    """Whether a function outside transformers and PEFT may contribute to the model's loss, so that it may be no sum. The
-    value of a loss can't tell: a weight that compares the tokens of a batch may be 1 for all of them in the first step."""
+    """Whether a function outside transformers and PEFT may contribute to the model's loss, which then may not be a sum. The
+    loss's value can't tell: a weight that compares the tokens of a batch may be 1 for all of them in the first step."""
     for module in model.modules():
         if module is model or hasattr(type(module), "loss_function"):
             chosen = getattr(inspect.getattr_static(type(module), "loss_function", None), "fget", None)
@@ -313,9 +311,9 @@ def _has_own_loss_code(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _sums_divided_by(num_items: Any) -> Iterator[list[torch.Tensor]]:
-    """Collects the losses that transformers' own functions make in the body as a sum over tokens, divided by ``num_items``.
-    Each of them (``ForCausalLMLoss`` and its like) returns what ``fixed_cross_entropy`` returned. The model gets the very
-    object ``num_items`` as ``num_items_in_batch``; None collects nothing."""
+    """Collects the losses that transformers' own functions compute in the body as a sum over tokens, divided by ``num_items``.
+    Each such function (``ForCausalLMLoss``, for one) returns what ``fixed_cross_entropy`` returned. The model must get the
+    object ``num_items`` itself as ``num_items_in_batch``. None collects nothing."""
     module = sys.modules.get("transformers.loss.loss_utils")
     original = getattr(module, "fixed_cross_entropy", None)
     made: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Which modules of a model stream, whole or (experts) in parts, and which parameters stay resident."""
+"""Finds the modules of a model that stream, whole or (experts) in parts, and the parameters that stay resident."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ from megatrain_accelerate.units import MIB
 logger = logging.getLogger(__name__)
 
 SLOTS_SHARE = 0.25
-"""Of the GPU memory that a plan may fill: more than that for slots of whole layers, and their experts stream in parts."""
+"""Share of the GPU memory that a plan may fill. If slots of whole layers take more, their experts stream in parts."""
 
 SMALLEST_PART_BYTES = 64 * MIB
-"""Smaller parts don't fill the link, and their products don't fill a GPU."""
+"""Copies of smaller parts don't saturate the link, and their products don't fill a GPU."""
 
 _LITTLE_MORE = 1.05
-"""Where no number of parts reaches the share, fewer of them do whose slots are this much larger than those of the most."""
+"""If no number of parts meets the share, slots may take this many times what they take with the most parts."""
 
 _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts", "config")
-"""What ``use_experts_implementation`` of transformers (integrations/moe.py) leaves on a module of experts."""
+"""Attributes that ``use_experts_implementation`` of transformers (integrations/moe.py) sets on a module of experts."""
 
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 _PRESENT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What configurations of transformers call the experts that a token is sent to, and those of a layer."""
+"""Names in transformers' configs of the number of experts that a token is sent to, and of the number in a layer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ResidentSpec:
-    """Parameters that one module owns outside all layers, and every module that reads one of them (ties)."""
+    """Parameters that one module outside all layers owns, and the modules that read them (ties)."""
 
     name: str
     owner: nn.Module
     users: tuple[nn.Module, ...]
-    """Modules before whose forward the parameters must be valid: the owner, those with which it shares one, and those around
-    them that may read a weight without calling its module (``embedding.weight`` as a table, ``nn.MultiheadAttention``)."""
+    """Modules before whose forward the parameters must be valid: the owner, modules that share one of them, and enclosing
+    modules that may read a weight without calling its module (``embedding.weight`` as a table, ``nn.MultiheadAttention``)."""
     parameters: tuple[tuple[str, nn.Parameter], ...]
-    """By the owner's attribute."""
+    """Pairs of the owner's attribute name and the parameter."""
     layers_before: int
-    """How many layers come before them in the model; they are stepped after those. 0 for embeddings."""
+    """Number of layers before them in the model. They are stepped after these layers. 0 for embeddings."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsSpec:
-    """The experts of a layer, by its index, that stream in ``parts`` parts."""
+    """Experts of the layer with the index ``layer``, which stream in ``parts`` parts."""
 
     layer: int
     name: str
@@ -70,8 +70,8 @@ class ExpertsSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Discovery:
-    """The model, taken apart: (name, module) of each layer in model order, the resident parameters, and those experts of the
-    layers that have units of their own, in the order of the layers."""
+    """The units of a model: (name, module) of each layer in model order, the resident parameters, and the experts that have
+    units of their own, in the order of their layers."""
 
     layers: tuple[tuple[str, nn.Module], ...]
     residents: tuple[ResidentSpec, ...]
@@ -81,13 +81,13 @@ class Discovery:
         return [spec for spec in self.experts if spec.layer == layer]
 
     def parameters_of(self, layer: int) -> list[tuple[str, nn.Parameter]]:
-        """The parameters of a layer's own unit, by name in the layer."""
+        """The parameters of a layer's own unit, which excludes experts with units of their own, by name in the layer."""
         others = {id(parameter) for spec in self.experts_of(layer) for parameter in spec.module.parameters()}
         return [(key, p) for key, p in self.layers[layer][1].named_parameters() if id(p) not in others]
 
     def units(self) -> list[tuple[list[nn.Module], list[tuple[str, nn.Parameter]]]]:
-        """The modules and the parameters of each unit, in the order in which units are made: each layer and its experts, then
-        residents. Modules of experts are among their layer's, too."""
+        """Modules and parameters of each unit, in the order in which units are made: each layer followed by its experts, then
+        residents. A layer's modules include those of its experts."""
         units = []
         for index, (_, layer) in enumerate(self.layers):
             units.append((list(layer.modules()), self.parameters_of(index)))
@@ -97,7 +97,7 @@ class Discovery:
 
 
 def _repeated_modules(model: nn.Module, classes: set[str] | None) -> set[int]:
-    """Ids of members of a ``ModuleList`` or ``Sequential`` with at least two members of one class, in ``classes``."""
+    """Ids of ``ModuleList`` and ``Sequential`` members whose class is in ``classes`` or, if None, occurs at least twice."""
     wanted: set[int] = set()
     for container in model.modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)):
@@ -113,7 +113,7 @@ def _no_such_classes(model: nn.Module, asked: Sequence[str]) -> str:
     for module in model.modules():
         if module is not model and (size := sum(parameter.numel() for parameter in module.parameters())):
             held.setdefault(type(module).__name__, []).append(size)
-    # Those of the blocks first: repeated, and large in each instance.
+    # Classes of blocks first: they are repeated, and each instance is large.
     names = sorted(held, key=lambda name: (len(held[name]) == 1, -min(held[name])))
     meant = [found for name in asked if (found := nearest(name, names))]
     hint = f"; did you mean {', '.join(map(repr, meant))}?" if meant else "."
@@ -125,7 +125,7 @@ def _no_such_classes(model: nn.Module, asked: Sequence[str]) -> str:
 
 
 def find_layers(model: nn.Module, layer_classes: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
-    """(name, module) of each layer of ``model``, in model order; see :func:`discover_layers`. Empty if nothing is repeated."""
+    """(name, module) of each layer in model order, by the rules of :func:`discover_layers`. Empty if there is none."""
     if layer_classes:
         wanted = {id(module) for module in model.modules() if type(module).__name__ in layer_classes}
     else:
@@ -142,9 +142,9 @@ def find_layers(model: nn.Module, layer_classes: Sequence[str] = ()) -> list[tup
 
 
 def discover_layers(model: nn.Module, layer_classes: Sequence[str] = ()) -> Discovery:
-    """Finds the streaming units of ``model``. Layers are the outermost repeated modules of the classes that the user or the
-    model (``_no_split_modules``) names; else the members of its outermost module lists with two or more members of one class.
-    An UnsupportedError if no layer was found, or layers share parameters with each other or with other modules."""
+    """Finds the layers and resident parameters of ``model``. Layers are its outermost modules of the ``layer_classes``, else
+    members of module lists whose classes the model names (``_no_split_modules``), else those of which a list has two of one
+    class. Raises an UnsupportedError if there are none, or if they share parameters with each other or with other modules."""
     layers = find_layers(model, layer_classes)
     if not layers and layer_classes:
         raise UnsupportedError(_no_such_classes(model, layer_classes))
@@ -158,7 +158,7 @@ def discover_layers(model: nn.Module, layer_classes: Sequence[str] = ()) -> Disc
 
 
 def refuse_sparse_gradients(model: nn.Module) -> None:
-    """Raises :class:`UnsupportedError` if an embedding that is trained makes sparse gradients."""
+    """Raises an :class:`UnsupportedError` if a trained embedding makes sparse gradients."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise UnsupportedError(f"embedding {name} makes sparse gradients, which aren't stepped: make it with sparse=False")
@@ -177,7 +177,7 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> lis
     heads = {name for name, _ in layers}
     inside = {id(module) for _, layer in layers for module in layer.modules()}
     readers: dict[int, list[str]] = {}
-    outside: dict[str, tuple[nn.Module, int]] = {}  # by name, with how many layers come before each in the model
+    outside: dict[str, tuple[nn.Module, int]] = {}  # by name, with the number of layers before each
     layers_seen = 0
     for name, module in model.named_modules():
         layers_seen += name in heads
@@ -194,8 +194,8 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> lis
             readers.setdefault(id(parameter), []).append(name)
 
     def users(name: str) -> Iterator[nn.Module]:
-        """The module, what is around it up to the outermost without layers, and a parent with layers that may read it first:
-        it runs for as long as its layers, and waits for what they need, not for what comes after them."""
+        """Yields the module, the modules around it that hold no layers, and the next one, which holds some, if that may read
+        it before its layers run. That module's forward spans its layers', so it mustn't wait for what comes after them."""
         module, seen = outside[name]
         is_embedding = isinstance(module, nn.Embedding)
         yield module
@@ -217,7 +217,7 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> lis
         if own:
             reading = dict.fromkeys(reader for _, parameter in own for reader in readers[id(parameter)])
             using = {id(user): user for reader in reading for user in users(reader)}
-            # Embeddings are read first wherever they stand: those of a language model before the layers of its vision tower.
+            # A forward reads embeddings first, wherever they are: a language model's before its vision tower's layers.
             before = 0 if isinstance(module, nn.Embedding) else seen
             residents.append(ResidentSpec(name, module, tuple(using.values()), tuple(own), before))
     return residents
@@ -243,7 +243,7 @@ def _reason_against(module: nn.Module, adapted: Sequence[object]) -> str | None:
 
 
 def _find(layers: Sequence[tuple[str, nn.Module]]) -> tuple[list[ExpertsSpec], list[str]]:
-    """The experts of each layer, and why others can't be cut."""
+    """The experts of all layers that can be cut into parts, and the reasons why others can't."""
     found: list[ExpertsSpec] = []
     reasons: list[str] = []
     for index, (name, layer) in enumerate(layers):
@@ -262,8 +262,8 @@ def _find(layers: Sequence[tuple[str, nn.Module]]) -> tuple[list[ExpertsSpec], l
 def _chosen_parts(
     cut: Discovery, dtypes: Mapping[int, torch.dtype], config: MegatrainConfig, training: bool, budget_bytes: int
 ) -> int:
-    """The fewest parts of the experts with which slots don't take more than their share of the budget, or hardly more than
-    with the most."""
+    """The fewest parts of the experts with which slots take at most their share of the budget, or hardly more than with the
+    most parts."""
     whole = [FlatLayout.of(layer.named_parameters(), dtypes) for _, layer in cut.layers]
     rest = [FlatLayout.of(cut.parameters_of(index), dtypes) for index in range(len(cut.layers))]
     experts = [(spec.count, FlatLayout.of(spec.module.named_parameters(), dtypes)) for spec in cut.experts]
@@ -275,14 +275,14 @@ def _chosen_parts(
         gradient_bytes = max(layout.gradient_bytes for kind in kinds for layout in kind)
         return config.placement.slots * weight_bytes + GRADIENT_SLOTS * training * gradient_bytes
 
-    # Parts that are still worth a copy, on average: their sizes differ by one expert.
+    # The most parts whose mean size is worth a copy. Sizes of parts differ by one expert.
     most = max(1, min(min(count, of_layer.weight_bytes // SMALLEST_PART_BYTES) for count, of_layer in experts))
     enough_bytes = max(SLOTS_SHARE * budget_bytes, _LITTLE_MORE * slot_bytes(most))
     return next(parts for parts in range(1, most + 1) if slot_bytes(parts) <= enough_bytes)
 
 
 def wants_whole_layers(config: MegatrainConfig) -> bool:
-    """Whether other settings say of whole layers where they are to be, so that ``auto`` cuts nothing."""
+    """Whether other settings say where whole layers live, so that ``auto`` cuts no experts."""
     return bool(config.placement.device_layers) or config.evaluation_weights == "resident"
 
 
@@ -294,9 +294,9 @@ def split_experts(
     training: bool,
     ranks: Ranks | None,
 ) -> Discovery:
-    """The discovery with the experts that are to stream in parts; ``dtypes`` are those in which parameters compute, by ``id``.
-    An UnsupportedError if parts are asked for, and the model has no experts that can be cut, or others that can't; a
-    ConfigError for more parts than there are experts."""
+    """Adds to the discovery the experts that are to stream in parts. ``dtypes`` are those in which parameters compute, by
+    ``id``. If a number of parts is asked for, raises an UnsupportedError unless the model has experts and all can be cut, and
+    a ConfigError for more parts than experts."""
     asked = config.expert_parts
     if asked == 1:
         return discovery
@@ -305,7 +305,7 @@ def split_experts(
         budget_bytes = config.gpu_memory_bytes or 0
         if config.gpu_memory_bytes is None and device.type == "cuda":
             budget_bytes = int(USABLE_SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[0])
-        if ranks is not None and found:  # they cut alike
+        if ranks is not None and found:  # all must cut alike
             budget_bytes = min(ranks.gather(budget_bytes))
         in_pieces = config.passes_gradients and config.micro_batch_size is not None
         if not budget_bytes or not found or wants_whole_layers(config) or in_pieces:
@@ -320,7 +320,7 @@ def split_experts(
                 + (f" ({reasons[0]})" if reasons else " (modules under transformers' use_experts_implementation)")
                 + "; leave it out"
             )
-        if reasons:  # the slots would be as large as those
+        if reasons:  # slots would have to hold the uncut experts
             raise UnsupportedError(
                 f"megatrain_config.expert_parts is {asked}, and the experts of {len(found)} layers could stream in parts, but "
                 f"not all of the model's ({reasons[0]}); leave it out"
@@ -336,12 +336,12 @@ def split_experts(
 
 
 def active_parameters(model: nn.Module) -> int:
-    """Parameters that a token meets, frozen ones too: all, but for the experts that it isn't sent to. Experts are the
-    parameters with ``.experts.`` in their names, adapters on them among them, as transformers has them. Shared experts,
-    which every token is sent to, count whole."""
+    """Number of parameters that one token uses, frozen ones included: all except those of experts that it isn't sent to.
+    Experts' parameters are those with ``.experts.`` in their names, as in transformers, adapters on them included. Shared
+    experts, to which every token is sent, count in full."""
     config: Any = getattr(model, "config", None)
     total = sum(parameter.numel() for parameter in model.parameters())
-    # One that isn't of transformers, or has several texts, speaks for itself.
+    # A config that isn't of transformers, or has several text configs, is read as it is.
     with contextlib.suppress(AttributeError, ValueError):
         config = config.get_text_config()
     chosen, present = _count(config, _CHOSEN), _count(config, _PRESENT)

@@ -1,8 +1,8 @@
-"""One call of each kind of layer, run for real on the batch: its times, and its memory where an allocator counts it.
+"""Measures one real call of each kind of layer on the batch: its times, and its memory as the caching allocator counts it.
 
-The model's own forward runs, so that masks, position embeddings and hidden states are real; layers of a kind that was measured
-hand on the output of the first. What follows the layers, the loss above all, is timed in the same way. Timed calls follow each
-other without a wait, as in a step, so that the device gets as warm as it will be.
+The model's own forward runs, so masks, position embeddings and hidden states are real. Later calls of a kind return the output
+of the first. What runs outside the layers, the loss above all, is timed in the same way. Timed calls follow each other without
+a wait, as in a step, so that the device gets as warm as in training.
 """
 
 from __future__ import annotations
@@ -42,34 +42,34 @@ from megatrain_accelerate.transfer.streams import WeightSlot
 logger = logging.getLogger(__name__)
 
 _SUSTAINED_SECONDS = 0.8
-"""A GPU that has just begun to work is faster than one that is at its power limit, where its clock goes up and down."""
+"""How long rounds are repeated. A GPU that just began to work is faster than one at its power limit, whose clock varies."""
 _ROUNDS = (4, 32)
 _LONG_SECONDS = 2.0
-"""A round that takes so long (sequences of several 100,000 tokens) is at the power limit itself, and needs no warm-up."""
+"""A round that takes this long (sequences of several 100,000 tokens) reaches the power limit itself and needs no warm-up."""
 _LOADING_SECONDS = 10.0
-"""More than a first round waits for kernels to be loaded: one that takes longer isn't run again."""
+"""A first round that takes longer isn't repeated, since loading kernels takes less time than this."""
 _OUTSIDE_ROUNDS = 3
 CERTAIN_SHARE = 0.75
-"""Of the device: where the activations of all layers are less, none will be recomputed, and no graph is compiled for it. Where
-they and all states are estimated to be less, nothing is measured: such peaks were 1 to 2 % high (0.5B and 3B on an H100)."""
+"""Share of the device. If all layers' activations take less, none are recomputed, and no graph is compiled for that. If they
+and all states are estimated to take less, nothing is measured: estimates were 1 to 2 % high (0.5B and 3B on an H100)."""
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Stopwatch:
-    """Seconds on a GPU, and the most bytes that were alive meanwhile above those at the start, of a body that is run again and
-    again. ``limit_bytes`` is that of the process' tensors; None for what is free."""
+    """Times a body that runs repeatedly on a GPU, and counts its peak of allocated bytes above those at its start.
+    ``limit_bytes`` limits the process' tensors; None stands for the free memory."""
 
     def __init__(self, device: torch.device, limit_bytes: int | None = None, counts_bytes: bool = True) -> None:
         self._device, self._limit_bytes = device, limit_bytes
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.counts_bytes = counts_bytes
-        """Whether the last body's bytes are counted, between waits for the device."""
+        """Whether bytes are counted, which synchronizes with the device around each body. The last body's are kept."""
         self.peak_bytes = self.left_bytes = 0
 
     @contextlib.contextmanager
     def running(self, chooses_kernels: bool = False) -> Iterator[None]:
-        """Takes the body's time. Of one in which Inductor chooses among kernels the bytes aren't those of its tensors."""
+        """Times the body. If Inductor ``chooses_kernels`` in it, the counted bytes aren't those of its tensors."""
         base = 0
         if self.counts_bytes:
             torch.cuda.synchronize(self._device)
@@ -79,7 +79,7 @@ class _Stopwatch:
                 raise_peak(self._device, self._limit_bytes)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         collects = gc.isenabled()
-        gc.disable()  # what it gives back of earlier work would be missing in the bytes
+        gc.disable()  # garbage of earlier work that it frees would lower the counted bytes
         try:
             start.record()
             yield
@@ -94,13 +94,13 @@ class _Stopwatch:
             self.left_bytes = torch.cuda.memory_allocated(self._device) - base
 
     def of_each(self) -> list[float]:
-        """The seconds of each body; waits for the device."""
+        """The seconds of each body. Waits for the device."""
         if self._events:
             self._events[-1][1].synchronize()
         return [1e-3 * start.elapsed_time(end) for start, end in self._events]
 
     def seconds(self) -> float:
-        """The mean of the later half of the bodies; waits for the device."""
+        """The mean seconds of the later half of the bodies. Waits for the device."""
         seconds = self.of_each()
         later = seconds[len(seconds) // 2 :]
         return sum(later) / len(later)
@@ -114,9 +114,9 @@ def measure_layers(
     budget_bytes: int,
     is_plain: bool = False,
 ) -> StepProfile:
-    """The profile with measured profiles, of a prepared model on a CUDA device, between steps. ``inputs`` are the arguments of
-    the real call that the profile is of; a step may take ``budget_bytes``. If the model ``is_plain``, layers will compute with
-    their own parameters, and so does what is compiled here. A ``torch.OutOfMemoryError`` if one layer doesn't fit."""
+    """Returns ``step_profile`` with measured costs. Called between steps for a prepared model on a CUDA device. ``inputs`` are
+    the arguments of the real call that was profiled. A step may take ``budget_bytes``. If ``is_plain``, layers will compute
+    with their own parameters, and are compiled here for these. Raises ``torch.OutOfMemoryError`` if one layer doesn't fit."""
     device = runtime.streams.device
     layers = _MeasuredLayers(runtime, step_profile, budget_bytes, is_plain)
     with (
@@ -138,15 +138,15 @@ def measure_layers(
 
 
 class _MeasuredLayers:
-    """Runs in the place of the layers: the first call of each kind is measured, later ones hand on what it returned."""
+    """Runs in place of the layers. The first call of each kind is measured, and later calls return what it returned."""
 
     def __init__(self, runtime: StreamingRuntime, step_profile: StepProfile, budget_bytes: int, is_plain: bool) -> None:
         self.profiles: dict[Hashable, LayerProfile] = {}
         self.leaves: list[torch.Tensor] = []
-        """What the last layer returned: the loss's backward ends here."""
+        """The last layer's outputs, at which the loss's backward ends."""
         self.kinds = [event.kind for event in step_profile.forward_calls]
         self.position = 0
-        """Of the next call in the model's forward."""
+        """Index of the next layer call in the model's forward."""
         self.runtime, self._step_profile, self._budget_bytes, self._is_plain = runtime, step_profile, budget_bytes, is_plain
         self._outputs: dict[Hashable, tuple[Any, Recorded]] = {}
 
@@ -163,7 +163,7 @@ class _MeasuredLayers:
         return output
 
     def _measured(self, kind: Hashable, layer: StreamedLayer, given: _Arguments) -> tuple[LayerProfile, tuple[Any, Recorded]]:
-        """The profile of a layer's call; what the call returns, and what it records."""
+        """Measures a layer's call. Returns its profile, and what the call returns and records."""
         runtime, fake = self.runtime, self._step_profile.profiles[kind]
         row, args, kwargs = layer.unpadded.in_a_row(runtime.calls.real_in_one_row, *given)
         split = BatchSplit.of_call(layer, args, kwargs, runtime.batch_cut)
@@ -177,14 +177,14 @@ class _MeasuredLayers:
             forward, kept_forward, backward = measurement.forward, measurement.kept_forward, measurement.backward
             kept_bytes = max(0, kept_forward.left_bytes - measurement.given_up_bytes)
             recomputes: dict[str, Any] = {"recomputed_bytes": max(kept_forward.peak_bytes, kept_bytes + backward.peak_bytes)}
-            # Unless it is certain that all calls' activations fit the device.
+            # Recomputing is measured unless the activations of all calls certainly fit the device.
             others = sum(self._step_profile.profiles[other].kept_bytes for other in self.kinds if other != kind)
             if self.kinds.count(kind) * kept_bytes * split.count + others > CERTAIN_SHARE * self._budget_bytes:
                 recomputes |= measurement.run_recomputes()
         finally:
             runtime.prefetcher.release(slot)
         made = split.whole(layer.name, made)
-        # A compiled layer saves less than one that runs without data.
+        # A compiled layer saves less than one in a fake run, so that less is offloaded, too.
         profile = fake.keeping(
             kept_bytes,
             forward_bytes=forward.peak_bytes,
@@ -196,7 +196,7 @@ class _MeasuredLayers:
             backward_seconds=backward.seconds(),
             **recomputes,
         ).of_pieces(split, sum(tensor.nbytes for tensor in tensors_in(made)))
-        # Those of the whole call already.
+        # In the fake run's profile these are those of the whole call already.
         names = ("forward", "backward", "attention", "attention_bytes", "experts", "expert_bytes")
         estimated: dict[str, Any] = {name: getattr(fake, name) for name in names}
         output, recorded = made
@@ -204,14 +204,14 @@ class _MeasuredLayers:
 
 
 def _measure_outside(model: nn.Module, inputs: Mapping[str, Any], layers: _MeasuredLayers) -> float | None:
-    """Measures the layers and, from a model that returns a loss, the seconds of what runs outside them until the loss's
-    gradient has come down to the last layer; None for another model."""
+    """Runs the model, which measures the layers. Returns the seconds of what runs outside them until the loss's gradient has
+    reached the last layer, or None if the model returns no loss or its loss can't be measured."""
     stopwatch = _Stopwatch(layers.runtime.streams.device, counts_bytes=False)
-    # A hook of a parameter, the engine's among them, isn't to see this.
+    # No gradient is taken of parameters with hooks (the engine has some), which mustn't see this trial.
     resident = [state.parameter for group in layers.runtime.groups for state in group.unit.states]
     wanted = [parameter for parameter in resident if parameter.requires_grad and not parameter._backward_hooks]
     try:
-        for _ in range(1 + _OUTSIDE_ROUNDS):  # the first one measures the layers
+        for _ in range(1 + _OUTSIDE_ROUNDS):  # the first round measures the layers
             layers.position = 0
             with stopwatch.running():
                 output = model.forward(**inputs)
@@ -229,8 +229,8 @@ def _measure_outside(model: nn.Module, inputs: Mapping[str, Any], layers: _Measu
 
 
 class _Measurement:
-    """Forward, forward with a graph and backward, over and over; of a compiled layer that may be recomputed also the backward
-    that does it. The layer's weights stay in ``slot``; ``inputs`` makes its arguments, batches or of ``row``, as leaves."""
+    """Measures a layer's forward, its forward that keeps a graph, its backward and, if it is compiled and may be recomputed, a
+    backward that recomputes. ``slot`` holds its weights. ``inputs`` makes its arguments, batches or of ``row``, as leaves."""
 
     def __init__(
         self,
@@ -246,36 +246,36 @@ class _Measurement:
             _Stopwatch(runtime.streams.device, runtime.config.gpu_memory_bytes) for _ in range(4)
         )
         self.given_up_bytes = 0
-        """Of what the layer returns and its graph doesn't hold."""
+        """Bytes of outputs that the layer's graph doesn't hold."""
         self.attention = _Stopwatch(runtime.streams.device, counts_bytes=False) if times_attention else None
-        """Of the last forward; None where it isn't measured, since the layer is compiled."""
+        """Times attention in the last forward. None where it isn't timed: without tiles of tokens, or without attention."""
         self._layer, self._slot, self._inputs = layer, slot, inputs
         self._weight: Callable[[torch.Tensor, bool], torch.Tensor] = nn.Parameter if is_plain else torch.Tensor.requires_grad_
         self._compiled, self._row = runtime.compiled, row
         self._captures = self._compiled.wants(layer, row)
 
     def slot(self) -> WeightSlot:
-        """See :class:`SlotPlace <megatrain_accelerate.layers.saved_tensors.SlotPlace>`."""
+        """The slot with the weights, for :class:`SlotPlace <megatrain_accelerate.layers.saved_tensors.SlotPlace>`."""
         return self._slot
 
     def run(self) -> tuple[Any, Recorded]:
-        """Runs rounds until the device is warm; returns what the layer returns and records."""
+        """Runs rounds until the device is warm. Returns what the layer returns and records."""
         to_compile = self._captures is not None
         stopwatches = (self.forward, self.kept_forward, self.backward)
         made = self._round(chooses_kernels=to_compile)
         if to_compile:
-            self._captures = self._compiled.wants(self._layer, self._row)  # None where compiling has failed
+            self._captures = self._compiled.wants(self._layer, self._row)  # None if compiling failed
         if to_compile or sum(stopwatch.seconds() for stopwatch in stopwatches) < _LOADING_SECONDS:
             made = self._round()
         self._warm_up(self._round, stopwatches)
         return made
 
     def run_recomputes(self) -> dict[str, Any]:
-        """Runs rounds of a compiled layer whose backward computes the activations again; returns what its profile has of that:
-        nothing for another layer, whose recompute is a forward that keeps its graph."""
+        """Measures a compiled layer whose backward recomputes activations, and returns the fields of its profile for that.
+        Another layer's recompute is a forward that keeps its graph, so for it there are none."""
         for chooses_kernels in (True, False):
             if self._captures is None or not self._compiled.recomputes(self._layer, self._captures, row=self._row):
-                torch.cuda.reset_peak_memory_stats()  # a first round has raised it
+                torch.cuda.reset_peak_memory_stats()  # the first round raised it
                 return {}
             self._recomputing_round(chooses_kernels)
         assert self._captures is not None
@@ -288,7 +288,7 @@ class _Measurement:
 
     @staticmethod
     def _warm_up(work: Callable[[], Any], stopwatches: Sequence[_Stopwatch]) -> None:
-        """Repeats ``work``, of which they take the time, without waits for the device."""
+        """Repeats ``work``, which the stopwatches time, without waits for the device."""
         seconds = sum(stopwatch.seconds() for stopwatch in stopwatches)
         for stopwatch in stopwatches:
             stopwatch.counts_bytes = False
@@ -315,7 +315,7 @@ class _Measurement:
 
     @contextlib.contextmanager
     def _bound(self) -> Iterator[tuple[_Arguments, list[torch.Tensor]]]:
-        """The layer has its weights in the body. Yields arguments, and what among both gradients are wanted of."""
+        """Binds the layer's weights while the body runs. Yields the arguments, and the tensors that need gradients."""
         arguments = self._inputs()
         views = self._slot.views(self._layer.unit.layout)
         weights = [self._weight(view.data, flag) for view, flag in zip(views, self._layer.trained_now(), strict=True)]
@@ -334,7 +334,7 @@ class _Measurement:
 
     def _round(self, chooses_kernels: bool = False) -> tuple[Any, Recorded]:
         with self._bound() as (arguments, wanted):
-            # The graph that recompute makes, dropped at once.
+            # The graph of a forward that will be recomputed saves nothing.
             with without_saving(), self.forward.running(), self._timing_attention():
                 self._call(*arguments)
             saving, storages_saved = self._saving(), set[int]()
@@ -354,7 +354,7 @@ class _Measurement:
     @staticmethod
     def _differentiate(made: Any, wanted: list[torch.Tensor], stopwatch: _Stopwatch, chooses_kernels: bool) -> None:
         results = [tensor for tensor in tensors_in(made) if tensor.requires_grad]
-        # Numbers as they come: a GPU takes less power for products of equal ones, and is faster.
+        # Random, since a GPU takes less power for products of equal numbers, and is faster.
         gradients = [torch.randn_like(tensor) for tensor in results]
         with stopwatch.running(chooses_kernels):
             if results and wanted:

@@ -1,5 +1,5 @@
-"""How fast this machine moves and computes, and what is free of its GPU's memory. Speeds are measured in about two seconds and
-kept in the user's cache folder, of the first processes: the median counts, since something else may run at one time."""
+"""How fast this machine copies and computes, and how much of its GPU's memory is free. Speeds are measured in about 2 seconds.
+Those of the first processes are kept in the user's cache folder. Their medians count, since other programs may slow one."""
 
 from __future__ import annotations
 
@@ -29,73 +29,72 @@ from megatrain_accelerate.units import MIB
 
 _COPY_BYTES = 256 * MIB
 _STEP_ELEMENTS = 96 * 1024 * 1024
-"""1.3 GiB of states: of a few hundred MiB a large part would stay in the caches of a server's processor."""
+"""1.3 GiB of states. Much of a few hundred MiB would stay in the caches of a server's processor."""
 _ROUNDS = 3
 _ROUNDS_AT_ONCE = 16
-"""Copies of half the size each way while the host steps: several steps long."""
+"""Copies of half the size each way while the host steps, enough for several steps."""
 STEP_BYTES = 26
-"""Memory traffic of the fused AdamW on split masters with moments in fp32, a parameter: what is measured here."""
+"""Memory traffic in bytes a parameter of the measured step: fused AdamW on split masters, with moments in fp32."""
 STEP_ARGUMENTS = AdamArguments(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
-"""Of the steps that are measured."""
 SHARE_IN_A_STEP = 0.9
-"""Of the host step's speed alone: in training copies and the launcher take their part of the memory and the cores."""
+"""Share of the host step's measured speed that training reaches: copies and the launching thread use memory and cores, too."""
 MEASUREMENTS = 5
-"""Processes that measure the machine; later ones go by what these found."""
+"""Number of processes that measure the machine. Later ones use their results."""
 STEP_OVERHEAD = 0.010
-"""Of the stock Trainer that logs each step; not measured, since it depends on the script."""
+"""Seconds that the stock Trainer takes between steps if it logs each. Not measured, since it depends on the script."""
 
 USABLE_SHARE_OF_DEVICE = 0.9
-"""Share of the device's free memory that a plan fills: the caching allocator's blocks don't fit without gaps."""
+"""Share of the device's free memory that a plan fills: the caching allocator leaves gaps between its blocks."""
 
 SEGMENT_BYTES = 64 * MIB
-"""What single tensors may take beyond their sizes: the caching allocator cuts small ones from pieces of 2 and of 20 MiB."""
+"""What single tensors may take beyond their sizes: the caching allocator cuts small ones from segments of 2 and 20 MiB."""
 _PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}
-"""Of an expandable segment for tensors of up to 1 MiB, and of one for larger ones (c10/core/AllocatorConfig.h)."""
+"""Page size of expandable segments for tensors of up to 1 MiB, and for larger ones (c10/core/AllocatorConfig.h)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Speeds in units a second."""
+    """Speeds of a machine in units a second."""
 
     h2d_bytes: float
-    """Host to device, from registered memory."""
+    """Copies from registered host memory to the device."""
     d2h_bytes: float
-    """Device to host."""
+    """Copies from the device to registered host memory."""
     host_step_parameters: float
-    """Parameters that the host's fused AdamW steps on split masters, of :data:`STEP_BYTES` each."""
+    """Parameters that the host's fused AdamW steps on split masters, with :data:`STEP_BYTES` of traffic each."""
     device_bytes: float
-    """Device memory, read or written."""
+    """Bytes of device memory that are read or written."""
     device_flops: float
-    """bf16 matrix products on the device."""
+    """Floating-point operations of bf16 matrix products on the device."""
     step_overhead: float = 0.0
-    """Seconds of a step in which the device has nothing to do since the launcher steps, logs and fetches the next batch."""
+    """Seconds of a step in which the device idles, since the launching thread steps, logs and fetches the next batch."""
     h2d_share_in_step: float = 1.0
-    """Of :attr:`h2d_bytes`, what is left while the other direction copies and the host steps: all three share its memory."""
+    """Share of :attr:`h2d_bytes` left while the host steps and the other direction copies: all share the host's memory."""
     d2h_share_in_step: float = 1.0
-    """The same of :attr:`d2h_bytes`."""
+    """The same share of :attr:`d2h_bytes`."""
     step_share_beside_copies: float = 1.0
-    """Of :attr:`host_step_parameters`, what is left while the link copies both ways: while activations leave, say."""
+    """Share of :attr:`host_step_parameters` left while the link copies both ways, as when activations are offloaded."""
 
     @property
     def host_step_traffic(self) -> float:
-        """Bytes of host memory that a step reads and writes: its memory bounds it, whatever it is made of."""
+        """Bytes of host memory that a step reads and writes. Memory bounds the step, whatever its moments' dtype."""
         return STEP_BYTES * self.host_step_parameters
 
 
 def speeds_path(device: torch.device, kernels: HostKernels, ranks: int = 1) -> Path:
-    """Where the speeds are kept that are measured under these circumstances."""
+    """The file for speeds that are measured under these circumstances."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     circumstances: list[object] = [platform.node(), name, os.cpu_count(), kernels.threads, ranks, torch.__version__]
     circumstances += [_ROUNDS, SHARE_IN_A_STEP, STEP_OVERHEAD, [field.name for field in dataclasses.fields(Machine)]]
     key = hashlib.sha256(json.dumps(circumstances).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    # A user without a home: the tilde stays.
+    # The tilde stays for a user without a home.
     folder = (cache if cache.is_absolute() else Path(tempfile.gettempdir())) / "megatrain_accelerate"
     return folder / f"machine-{key}.json"
 
 
 def kept_speeds(path: Path) -> list[Machine]:
-    """The measurements in a file of :func:`speeds_path`, oldest first; none if there is no file, or it is broken."""
+    """The measurements in a file of :func:`speeds_path`, oldest first. Empty if there is no file, or it is broken."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         found = [Machine(**speeds) for speeds in json.loads(path.read_text())]
         rates = [rate for at in found for rate in dataclasses.astuple(dataclasses.replace(at, step_overhead=1.0))]
@@ -105,14 +104,14 @@ def kept_speeds(path: Path) -> list[Machine]:
 
 
 def measured_machine(device: torch.device, kernels: HostKernels, ranks: int = 1) -> Machine:
-    """The speeds of this machine: medians of what up to :data:`MEASUREMENTS` processes found under the same circumstances,
-    each once. Several ``ranks`` measure at the same time, so that each finds what the others leave it."""
+    """The speeds of this machine: medians over up to :data:`MEASUREMENTS` processes that each measured once under the same
+    circumstances. Several ``ranks`` measure at the same time, so that each finds what the others leave to it."""
     path = speeds_path(device, kernels, ranks)
     if path not in of_this_process:
         measured = kept_speeds(path)
         if len(measured) < MEASUREMENTS:
             found = measure(device, kernels)
-            measured = [*kept_speeds(path), found]  # others may have measured at the same time
+            measured = [*kept_speeds(path), found]  # other processes may have written meanwhile
             keep_speeds(path, measured)
         of_this_process[path] = _median(measured)
     return of_this_process[path]
@@ -122,8 +121,8 @@ of_this_process: dict[Path, Machine] = {}
 
 
 def _median(measured: Sequence[Machine]) -> Machine:
-    """Each speed's median; of an even number the faster of the two in the middle: what else runs makes a machine slower
-    only. A share's is that of what the link had while the host stepped: beside others it may be high, of a slow link."""
+    """Each speed's median, of an even number the faster of the middle two, since other programs only slow a machine down. The
+    link's shares follow from medians of its speed in a step: a share alone may be high because the link was slow."""
     usual = Machine(*map(statistics.median_high, zip(*map(dataclasses.astuple, measured), strict=True)))
     h2d_in_step = statistics.median_high(at.h2d_bytes * at.h2d_share_in_step for at in measured)
     d2h_in_step = statistics.median_high(at.d2h_bytes * at.d2h_share_in_step for at in measured)
@@ -135,17 +134,17 @@ def _median(measured: Sequence[Machine]) -> Machine:
 
 
 def keep_speeds(path: Path, measured: Sequence[Machine]) -> None:
-    """Writes down what processes have measured so far, if that is possible."""
+    """Writes what processes have measured so far, if the folder can be written to."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Other processes may read it meanwhile.
+        # Replaced as a whole, since other processes may read it meanwhile.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             file.write(json.dumps([dataclasses.asdict(speeds) for speeds in measured]))
         os.replace(file.name, path)
 
 
 def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
-    """The median of a few rounds after one that doesn't count, since it touches memory and loads kernels."""
+    """The median of a few rounds of ``work``, after one that isn't counted, since it touches memory and loads kernels."""
     rounds = []
     wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     for _ in range(_ROUNDS + 1):
@@ -158,11 +157,11 @@ def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def measure(device: torch.device, kernels: HostKernels) -> Machine:
-    """Times copies, the host's step, memory and products now."""
+    """Measures the speeds of copies, the host's step, device memory and matrix products."""
     is_gpu = device.type == "cuda"
     smaller = 1 if is_gpu else 16
     size, elements, side = _COPY_BYTES // smaller, _STEP_ELEMENTS // smaller, 8192 // smaller
-    # Whether the speeds were known already mustn't change what the training draws.
+    # The training must draw the same random numbers whether speeds are measured or known already.
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if is_gpu else []):
         host_memory = HostMemory(size, register=is_gpu)
         host = host_memory.tensor(0, (size,), torch.uint8)
@@ -199,13 +198,12 @@ def measure(device: torch.device, kernels: HostKernels) -> Machine:
 
 @contextlib.contextmanager
 def repeated(work: Callable[[], object]) -> Iterator[list[float]]:
-    """Does the work again and again on a thread of its own until the body ends; gives the seconds of each round, of which
-    the last may end after the body."""
+    """Repeats ``work`` on its own thread until the body ends. Yields each round's seconds; the last may end after the body."""
     is_over = threading.Event()
     rounds: list[float] = []
 
     def repeat() -> None:
-        while not rounds or not is_over.is_set():  # once at least, however short the body is
+        while not rounds or not is_over.is_set():  # at least once, however short the body is
             start = time.perf_counter()
             work()
             rounds.append(time.perf_counter() - start)
@@ -220,7 +218,7 @@ def repeated(work: Callable[[], object]) -> Iterator[list[float]]:
 
 
 def seconds_of_both(on_device: torch.Tensor, host: torch.Tensor) -> tuple[float, float]:
-    """Seconds of copies of the buffers to the device and to the host that run at once: medians of many copies of halves."""
+    """Seconds to copy a buffer to the device, and to the host, both at once: medians of many copies of half a buffer."""
     middle = host.numel() // 2
     streams = (torch.cuda.Stream(on_device.device), torch.cuda.Stream(on_device.device))
     copies = ((on_device[:middle], host[:middle]), (host[middle:], on_device[middle:]))
@@ -240,7 +238,7 @@ def seconds_of_both(on_device: torch.Tensor, host: torch.Tensor) -> tuple[float,
 
 
 def step_arrays(kernels: HostKernels, elements: int) -> tuple[torch.Tensor, torch.Tensor, FloatMoments, torch.Tensor]:
-    """What a step of the fused kernel is timed on: weights, residuals, moments and gradients, all zero."""
+    """The arrays on which the fused step is timed: weights, residuals, moments and gradients, all zero."""
     dtypes = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)
     hi, residual, exp_avg, exp_avg_sq, gradient = arrays = [torch.empty(elements, dtype=dtype) for dtype in dtypes]
     for tensor in arrays:
@@ -249,13 +247,13 @@ def step_arrays(kernels: HostKernels, elements: int) -> tuple[torch.Tensor, torc
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that nobody holds: neither another process, nor another model of this one, nor an engine."""
+    """Bytes of device memory that no other process and no tensor of this process holds."""
     return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def whole_free_bytes(device: torch.device) -> int:
-    """:func:`free_bytes` without the fragments between tensors, which the allocator can't give back to the driver. What is
-    larger than any of them finds no room there. Of expandable segments free pages go back, of others whole segments."""
+    """:func:`free_bytes` without the fragments between tensors, which the allocator can't return to the driver: a tensor that
+    is larger than each of them doesn't fit. Expandable segments return free pages, others are returned whole."""
     index = torch.cuda.current_device() if device.index is None else device.index
     segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
     return int(torch.cuda.mem_get_info(device)[0]) + sum(map(_returnable_bytes, segments))
@@ -263,7 +261,7 @@ def whole_free_bytes(device: torch.device) -> int:
 
 def _returnable_bytes(segment: Mapping[str, Any]) -> int:
     if tuple(segment["segment_pool_id"]) != (0, 0):
-        return 0  # a CUDA graph's, or another pool of somebody's own
+        return 0  # a private pool, a CUDA graph's for instance
     blocks = segment["blocks"]
     free = [(block["address"] - segment["address"], block["size"]) for block in blocks if block["state"] == "inactive"]
     if not segment["is_expandable"]:
@@ -274,14 +272,14 @@ def _returnable_bytes(segment: Mapping[str, Any]) -> int:
 
 def raise_peak(device: torch.device, limit_bytes: int | None) -> None:
     """Raises the allocator's peak statistic to what could be allocated, so that Inductor tries its kernels on the device. To
-    time kernels it copies what they overwrite; in a backward, copies that would raise the peak are made in pinned host memory,
-    which torch keeps for good, and each trial crosses the link (``copy_args_to_cpu_if_needed`` in
-    torch/_inductor/runtime/triton_heuristics.py). ``limit_bytes`` is that of the process' tensors; None for what is free."""
+    time kernels it copies what they overwrite. In a backward, copies that would raise the peak are made in pinned host memory,
+    which torch keeps for good, and each trial uses the link (``copy_args_to_cpu_if_needed`` in
+    torch/_inductor/runtime/triton_heuristics.py). ``limit_bytes`` is for all tensors of the process, None for what is free."""
     torch.cuda.empty_cache()
     room_bytes = int(USABLE_SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[0])
     if limit_bytes is not None:
         room_bytes = min(room_bytes, limit_bytes - torch.cuda.memory_allocated(device))
     if room_bytes > 0:
-        with contextlib.suppress(torch.OutOfMemoryError):  # it may lie in pieces
+        with contextlib.suppress(torch.OutOfMemoryError):  # free memory may be fragmented
             torch.empty(room_bytes, dtype=torch.uint8, device=device)
         torch.cuda.empty_cache()

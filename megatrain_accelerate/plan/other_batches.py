@@ -1,4 +1,4 @@
-"""Batches of other sizes: whether a plan covers one, a larger one to plan for, and what a step on one costs."""
+"""Batches of other sizes: whether a plan covers them, how a larger batch is made to plan for, and what a step on it costs."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.step_profile import SECONDS, LayerProfile, StepProfile
 
 FREE_GROWTH = 3.0
-"""Size of the batches that a plan covers, over that of those so far: where sizes vary, and that costs the usual batch nothing
-(:func:`.place_both`). In 40 orders of a library's functions as documents, 8 a batch, 12 planned again behind the fiftieth
+"""Factor by which the batches that a plan covers exceed those so far, if sizes vary and this costs the usual batch nothing
+(:func:`.place_both`). Of 40 orders of a library's functions as documents, 8 a batch, 12 led to new plans after the fiftieth
 batch with 2.0, and one with 3.0."""
 
 GROWTH_FACTORS = (1.5, 2.0)
-"""Where it costs something: of the first plan that knows that sizes vary, and of each later one."""
+"""The factor if it costs something: in the first two plans (none in the first while sizes don't vary), and in later ones."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchExtent:
-    """The size of a batch, as far as the memory of a step depends on it: attention's grows with tokens times length."""
+    """The size of a batch as far as a step's memory depends on it: that of attention grows with tokens times length."""
 
     elements: int = 0
-    """Number of elements of all input tensors together; labels and masks count as well, single numbers don't."""
+    """Elements of all input tensors together, including labels and masks. Scalars don't count."""
     length: int = 0
-    """Sequence length of text, padding included; 0 for other inputs, which are compared by their elements alone."""
+    """Sequence length of text, padding included. 0 for other inputs, which are compared by their elements alone."""
     real: int = 0
-    """Tokens of text that large parts of the layers compute: all, or those that aren't padding."""
+    """Tokens of text that large parts of the layers compute: all, or without padding where that is left out."""
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any], real: RealTokens | None = None) -> BatchExtent:
-        """The extent of a batch that is given as the keyword arguments of a model's forward."""
+        """The extent of a batch, given as keyword arguments of a model's forward."""
         elements = sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim())
         if not (text := _text(inputs)):
             return cls(elements)
@@ -44,12 +44,12 @@ class BatchExtent:
         return cls(elements, ids.shape[1], ids.numel() if real is None else len(real.index))
 
     def covers(self, other: BatchExtent) -> bool:
-        """Whether a step on a batch of that extent needs at most the memory of one on a batch of this."""
+        """Whether a step on a batch of the other extent needs no more memory than one on a batch of this extent."""
         is_shorter = not self.length or (other.length <= self.length and other.real <= self.real)
         return is_shorter and other.elements <= self.elements
 
     def share_of(self, largest: BatchExtent, in_a_row: bool) -> float:
-        """Tokens over those of a ``largest`` batch that covers this one; ``in_a_row``: where padding is left out."""
+        """The share of the tokens of a ``largest`` batch that covers this one. ``in_a_row``: padding is left out."""
         if in_a_row and largest.real:
             return self.real / largest.real
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(largest), strict=True)
@@ -61,28 +61,28 @@ class BatchExtent:
 
 
 def row_size(inputs: Mapping[str, Any]) -> int:
-    """Elements of a row of the batch, those of equal inputs counted once: the sequence length, if all inputs are text."""
+    """Elements of one row of all inputs, inputs with equally long rows counted once: of text, the sequence length."""
     tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim() > 1]
     return sum({math.prod(tensor.shape[1:]) for tensor in tensors})
 
 
 def sizes_after(sizes: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """The row sizes (:func:`row_size`) of a training's first two batches, and of up to two later ones that differ from all
-    before: with ``size``, that of one more."""
+    """The row sizes (:func:`row_size`) that are noted of a training, with one more batch's ``size``: those of the first two
+    batches, and of up to two later ones that differ from all before."""
     return sizes if len(sizes) > 1 and (size in sizes or sizes_vary(sizes)) else (*sizes, size)
 
 
 def sizes_vary(sizes: tuple[int, ...]) -> bool:
-    """Whether any batch may have another size. A single odd one, as an epoch may end with, doesn't tell that."""
+    """Whether row sizes vary from batch to batch. A single odd one, as at the end of an epoch, doesn't show that."""
     return len(sizes) > 3 or len({*sizes[:2]}) > 1
 
 
 def resized_batch(
     model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, growth: float
 ) -> tuple[dict[str, Any], RealTokens | None] | None:
-    """A batch of text of ``growth`` times ``extent``, tokens and length: ``inputs``, a model's arguments, over and over; and
-    which of its tokens are real. Where the model bounds the length (``max_position_embeddings``), it has more sequences
-    instead. None if any of the batches is more than text: an image can't be repeated apart from its tokens."""
+    """A batch of text with ``growth`` times the tokens and length of ``extent``, and which of its tokens are real. It repeats
+    ``inputs``, a model's arguments. If the model limits the length (``max_position_embeddings``), there are more sequences
+    instead. None if a batch has more than text: an image can't be repeated apart from its tokens."""
     text = _text(inputs)
     if not text or not extent.length:
         return None
@@ -91,7 +91,7 @@ def resized_batch(
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if isinstance(limit, int) and limit > 0:
         length = min(length, max(extent.length, limit))
-    # Ids, labels and mask have one shape, and all of them count as elements.
+    # Ids, labels and masks have one shape, and the extent's elements count all of them.
     sequences = math.ceil(growth * extent.elements / len(text) / length)
     copies = (math.ceil(sequences / input_sequences), math.ceil(length / input_length))
     made = {name: value.repeat(copies)[:sequences, :length].contiguous() for name, value in text.items()}
@@ -101,7 +101,7 @@ def resized_batch(
 
 
 def _text(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Token ids, labels and masks by name, if all tensors but scalars are integer or bool tensors of one shape (B, T)."""
+    """Token ids, labels and masks by name. Empty unless all tensors but scalars are integer or bool, of one shape (B, T)."""
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim()}
     shapes = {tuple(value.shape) for value in tensors.values()}
     is_text = len(shapes) == 1 and all(value.dim() == 2 and not value.is_floating_point() for value in tensors.values())
@@ -111,11 +111,11 @@ def _text(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def extrapolated_profile(
     estimate: StepProfile, measured_estimate: StepProfile, measured: StepProfile, machine: Machine
 ) -> StepProfile | None:
-    """The new batch's profile, with times and bytes scaled from the measured batch. Nothing is run.
+    """A new batch's profile, with times and bytes scaled from the measured batch, without a run.
 
     A call's measured seconds are multiplied by the ratio of the estimated operation times, its measured bytes by that of the
     estimated bytes. So most costs grow linearly with the tokens, and those of attention with the length too. None if the two
-    steps call other layers or tile tokens differently, so that no ratio holds.
+    steps call different layers or tile tokens differently, so that no ratio holds.
     """
     calls, measured_calls = estimate.forward_calls, measured_estimate.forward_calls
     calls_others = [call.layer for call in calls] != [call.layer for call in measured_calls]
@@ -148,12 +148,12 @@ def _scaled_profile(
 
 
 def _ratio(after: float, before: float) -> float:
-    """1 where ``before`` is 0, so that a measured value stays as it is."""
+    """``after / before``, or 1 if ``before`` is 0, so that a measured value stays as it is."""
     return after / before if before else 1.0
 
 
 def outside_seconds_of(step_profile: StepProfile, machine: Machine) -> float:
-    """Estimated, of what runs outside the layers from the start of the step to the first layer's backward. The costs of an
-    event are those of what runs between the event before and this one."""
+    """Estimated seconds of what runs outside the layers from the step's start to its first backward of a layer. An event's
+    costs are those of what runs between the event before and this one."""
     backward = [event for event in step_profile.events if event.is_backward]
     return sum(event.costs.seconds(machine) for event in [*step_profile.forward_calls, *backward[:1]])

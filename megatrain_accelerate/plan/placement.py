@@ -1,6 +1,4 @@
-"""A placement: for each layer what becomes of its activations, where its weights are, and where its states live; and what
-memory a step takes on the device under it, by arithmetic on the step's profile.
-"""
+"""Makes placements from counts of layers, and predicts a step's device memory under a placement from the step's profile."""
 
 from __future__ import annotations
 
@@ -19,11 +17,11 @@ from megatrain_accelerate.plan.step_profile import StepProfile
 from megatrain_accelerate.store.unit import HostUnit
 
 MOST_SPACING = 8
-"""A layer's activations reach the host while this many others compute, on any link worth using."""
+"""Most layers from one offloaded layer to the next: while so many compute, any link worth using copies its activations."""
 
 
 def require_layers(layers: int, settings: PlacementSettings) -> None:
-    """Raises a :class:`ConfigError` where the settings name more layers than the model has."""
+    """Raises a :class:`ConfigError` if the settings name more layers than the model has."""
     kept, offloaded = settings.kept_layers or 0, settings.offloaded_layers or 0
     if kept > layers:
         raise ConfigError(f"megatrain_config.placement.kept_layers is {kept}, but the model has {layers} layers; lower it")
@@ -36,9 +34,9 @@ def require_layers(layers: int, settings: PlacementSettings) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """How many layers of each sort a placement has; more than there are mean all. Layers on the device come first in the
-    model, and those that are stepped there follow: the forward can begin with them while the host steps the others. Kept ones
-    come last, since backward begins with them."""
+    """How many layers of each sort a placement has. A number above that of the model's layers means all. Layers on the device
+    are the first of the model, followed by those that are stepped there: forward can begin with them while the host steps the
+    others. Kept layers are the last, since backward begins with them."""
 
     kept: int = 0
     attention_kept: int = 0
@@ -50,11 +48,11 @@ class Counts:
     budgets: tuple[float, float] = (0.0, 1.0)
 
     def placement(self, layers: int) -> Placement:
-        """That of so many ``layers``. Attention is kept in the last that aren't kept; the first inputs are offloaded, since
-        they are away longest."""
+        """The placement of a model of so many ``layers``. Attention is kept in the last layers that aren't kept whole. Inputs
+        of the first layers are offloaded, since they are needed last."""
         kept = min(self.kept, layers)
         offloaded = min(self.offloaded, layers - kept)
-        # Where recomputed layers' inputs leave there is no pause between copies.
+        # Copies of offloaded inputs leave the link no pauses, so that spacing gains nothing.
         spacing = min(MOST_SPACING, (layers - kept) // offloaded) if offloaded and not self.inputs_offloaded else 1
         last = layers - kept - 1
         first = min(self.on_device, layers)
@@ -73,7 +71,7 @@ class Counts:
 
 
 def fixed_counts(settings: PlacementSettings, layers: int) -> dict[str, Any]:
-    """Those of the :class:`Counts` of so many layers that the settings leave no choice of, by name."""
+    """The :class:`Counts` of a model of so many layers that the settings fix, by name."""
     fixed = {
         "kept": settings.kept_layers,
         "offloaded": settings.offloaded_layers,
@@ -88,29 +86,31 @@ def fixed_counts(settings: PlacementSettings, layers: int) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class UnitSizes:
+    """Sizes of a unit, or of a part of its experts."""
+
     weight_bytes: int
     gradient_bytes: int
     parameters: int
-    """Trained ones, the padding included."""
+    """Trained parameters, including padding."""
     state_bytes: int
-    """Weights, residuals and moments."""
+    """Bytes of weights, residuals and moments."""
     sum_bytes: int = 0
-    """Residuals of gradients that are summed in fp32, in a run in which some are added up."""
+    """Bytes of residuals of fp32 gradient sums, in a run that sums gradients."""
     step_bytes: int = STEP_BYTES
-    """Memory traffic of its optimizer step, a parameter."""
+    """Memory traffic of the optimizer step in bytes a parameter."""
     staying_bytes: int = 0
-    """What the host doesn't get back when the unit moves: passing gradients, which have no place of their own there, and of
-    several ranks what was written to the file that all map."""
+    """Host bytes among the others that the unit doesn't free when it moves to the device: those of passing gradients, which
+    share buffers, and with several ranks pages of the mapped file that were written."""
 
     @classmethod
     def of_unit(cls, unit: HostUnit, is_summed: bool, is_shared: bool = False) -> UnitSizes:
-        """``is_summed``: whether gradients are added up in fp32; ``is_shared``: whether several ranks map the unit."""
+        """The sizes of a unit. ``is_summed``: gradients are summed in fp32. ``is_shared``: several ranks map the unit."""
         layout = unit.layout
         residual_bytes = 2 * layout.split_elements
         moment_bytes = unit.sizes["moments"] // max(1, layout.state_elements)
         staying_bytes = layout.gradient_bytes if unit.passes_gradients else 0
         if is_shared:
-            filled_bytes = layout.weight_bytes + residual_bytes  # at adoption
+            filled_bytes = layout.weight_bytes + residual_bytes  # written at adoption
             staying_bytes += max(filled_bytes, sum(unit.shared.mapped.values()) if unit.shared else 0)
         return cls(
             weight_bytes=layout.weight_bytes,
@@ -118,19 +118,19 @@ class UnitSizes:
             parameters=layout.state_elements,
             state_bytes=layout.weight_bytes + residual_bytes + unit.sizes["moments"],
             sum_bytes=residual_bytes if is_summed else 0,
-            # Moments are read and written, those of 8 bytes a parameter where the traffic is :data:`STEP_BYTES`. The step with
-            # 8-bit ones has 14 bytes of it, but the memory isn't what it waits for: it is no faster.
+            # Moments are read and written, and :data:`STEP_BYTES` counts 8 bytes of them a parameter. With 8-bit moments the
+            # traffic is 14 bytes, but the step is no faster, since memory doesn't bound it.
             step_bytes=STEP_BYTES + (2 * (moment_bytes - 8) if moment_bytes >= 4 else 0),
             staying_bytes=staying_bytes,
         )
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of a unit that lives there, less what it doesn't give back."""
+        """Host memory that the unit frees when it moves to the device."""
         return max(0, self.state_bytes + self.gradient_bytes + self.sum_bytes - self.staying_bytes)
 
     def of_part(self, part: ExpertPart) -> UnitSizes:
-        """The sizes of a part of experts, of which all have these."""
+        """The sizes of one part of experts, where these are the sizes of all experts together."""
         layout, experts = part.unit.layout, part.experts
         return dataclasses.replace(
             self,
@@ -143,8 +143,8 @@ class UnitSizes:
 
     @property
     def stepped_bytes(self) -> int:
-        """What of it is on the device, divided among ranks, where it is stepped there and lives on the host."""
-        return self.gradient_bytes + self.state_bytes - self.weight_bytes  # a gradient has as many bytes as its weight
+        """Bytes on all ranks' devices together if the unit lives on the host and is stepped on the device."""
+        return self.gradient_bytes + self.state_bytes - self.weight_bytes  # trained weights have their gradients' bytes
 
     @property
     def step_traffic(self) -> int:
@@ -153,31 +153,32 @@ class UnitSizes:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What predictions have to know of the engine."""
+    """The sizes of a model's units and the properties of the engine on which predictions depend."""
 
     layers: Sequence[UnitSizes]
     groups_before: Sequence[UnitSizes]
-    """Resident groups that the first layer needs."""
+    """Resident groups that are needed before the first layer."""
     groups_after: Sequence[UnitSizes]
     slots: int
     slot_bytes: int
-    """Of all weight slots, and of all gradient slots, where any layer uses them."""
+    """Bytes of all weight slots together, held if any layer streams."""
     gradient_slot_bytes: int
+    """Bytes of all gradient slots together, held if any layer or trained part of experts streams."""
     steps_in_backward: bool
     micro_batches: int
-    """Backwards before a step."""
+    """Backwards before an optimizer step."""
     parts: Mapping[int, Sequence[UnitSizes]] = dataclasses.field(default_factory=dict)
-    """By layer, those of its experts that stream in parts, which :attr:`layers` leaves out."""
+    """The parts of experts that stream on their own, by layer. :attr:`layers` leaves them out."""
     ranks: int = 1
-    """Processes with a GPU each, of which each steps its share."""
+    """Processes, each with a GPU. Each steps its share of every unit."""
     fetch_share: float = 1.0
-    """Of the link's time for a layer's weights: below 1 where ranks fetch parts, and gather them, see :meth:`fetch_bytes`."""
+    """Time of a layer's fetch over that of copying it whole. Below 1 where ranks copy parts and gather them."""
     exchange_bytes: float = math.inf
-    """Bytes of its gradients a second that each rank sends to the others of its machine while it adds up what it gets."""
+    """Bytes of gradients a second that each rank exchanges with the others of its machine, summing included."""
     machines: int = 1
-    """That the ranks are on, as many on each; each machine holds all weights."""
+    """Machines, each with equally many of the ranks and with all weights."""
     network_bytes: float = math.inf
-    """A second, each way, between one machine and the others."""
+    """Bytes a second, each way, between one machine and the others."""
 
     @property
     def groups(self) -> list[UnitSizes]:
@@ -193,9 +194,9 @@ class Model:
         return layers + (self.groups if layers and not placement.groups_on_device else [])
 
     def fetch_bytes(self, layer: int, placement: Placement) -> int:
-        """What a layer's fetch costs, in bytes that the link could copy meanwhile. Where the layer's states are on the devices
-        the parts are, too, and are only gathered. Not where ranks gather other parts than they step: with frozen parameters,
-        and on several machines."""
+        """The cost of a layer's fetch, as bytes that the link could copy in that time. If a layer's states are on the devices,
+        so are the parts of its weights, and these are only gathered. That isn't so where ranks gather other parts than they
+        step: with frozen parameters, and on several machines."""
         unit = self.layers[layer]
         if layer in placement.states_on_device and self.gathers_states and unit.gradient_bytes == unit.weight_bytes:
             return self.gathered_bytes(unit)
@@ -203,24 +204,24 @@ class Model:
 
     @property
     def gathers_states(self) -> bool:
-        """Whether ranks gather weights from the devices that have their states."""
+        """Whether ranks gather weights from the devices that hold their states."""
         return self.fetch_share < 1.0 and self.machines == 1
 
     def gathered_bytes(self, unit: UnitSizes) -> int:
-        """What the link could copy while ranks gather a unit's weights whose parts are on their devices."""
+        """Bytes that the link could copy while ranks gather a unit's weights from parts on their devices."""
         return int(max(0.0, self.fetch_share - 1 / self.ranks) * unit.weight_bytes)
 
     def moved_bytes(self, placement: Placement) -> int:
-        """Host memory that units give up which the placement moves to the device; of several ranks, what each gets of it."""
+        """Host memory that is freed by the units on the device, divided by the ranks."""
         return sum(unit.host_bytes for unit in self.on_device(placement)) // self.ranks
 
 
 def sent_bytes(step_profile: StepProfile, placement: Placement) -> list[int]:
-    """For each call of the forward pass, the bytes that go to the host after it and come back in backward."""
+    """For each call of the forward, the bytes that are offloaded after it and copied back in backward."""
     step_profile, sent = step_profile.at(*placement.budgets), []
     for event in step_profile.forward_calls:
         profile = step_profile.profiles[event.kind]
-        # What a recomputed layer saves besides its inputs waits where they do.
+        # What a recomputed layer saves besides its inputs is kept where they are.
         attention_bytes = profile.attention_bytes if event.layer in placement.attention_kept else 0
         waiting = profile.input_bytes + profile.lean_bytes + attention_bytes
         leaving = profile.offloaded_bytes * (event.layer in placement.offloaded)
@@ -229,26 +230,27 @@ def sent_bytes(step_profile: StepProfile, placement: Placement) -> list[int]:
 
 
 def peak_bytes(step_profile: StepProfile, model: Model, placement: Placement) -> int:
-    """The most that a step has alive on the device, besides what the engine holds there in any case."""
+    """The most bytes that a step has on the device, without what the engine holds there under any placement."""
     return held_bytes(model, placement) + step_bytes(step_profile, model, placement)
 
 
 def step_bytes(step_profile: StepProfile, model: Model, placement: Placement) -> int:
-    """The part of :func:`peak_bytes` that isn't there during all of the step."""
+    """The part of :func:`peak_bytes` that isn't allocated during the whole step."""
     step_profile = step_profile.at(*placement.budgets)
     calls = step_profile.forward_calls
     sent = sent_bytes(step_profile, placement)
-    # An profile's inputs are all there, and results of attention count as kept; what an offloaded layer saved doesn't.
+    # The profile counts inputs of all calls, and attention's results count as kept: they are subtracted while on the host.
+    # What an offloaded layer saved isn't counted: it is added while on the device.
     is_input = [event.layer not in placement.offloaded for event in calls]
     inputs_before = [0, *itertools.accumulate(size * flag for size, flag in zip(sent, is_input, strict=True))]
-    # Of a batch that runs in pieces, two pieces are on the device.
+    # If a batch runs in pieces, activations of two pieces are on the device at a time.
     at_once = [size // step_profile.profiles[event.kind].pieces for size, event in zip(sent, calls, strict=True)]
     others_before = [0, *itertools.accumulate(size * (not flag) for size, flag in zip(at_once, is_input, strict=True))]
 
     def extra_bytes(call: int, made: int) -> int:
-        """What is there besides what the profile and kept layers hold; negative if more is away. Of the calls whose
-        activations or inputs go to the host two's are on the device at a time: in forward this one's, if they are ``made`` (0
-        or 1), and until the next offloaded layer those of the one before it; in backward the next one's."""
+        """Bytes on the device besides those that the profile and kept layers account for. Negative if more is offloaded. Two
+        calls with offloaded activations or inputs have these on the device: in forward this one, once they are ``made`` (0 or
+        1), and the one before it until the next offloaded layer. In backward this one and the next."""
         before = max(0, call - placement.offload_spacing)
         return others_before[max(before, call + made)] - others_before[before] - inputs_before[before]
 
@@ -259,18 +261,18 @@ def step_bytes(step_profile: StepProfile, model: Model, placement: Placement) ->
         peak = max(peak, event.peak_bytes + kept + grown + extra)
         offloads = event.layer in placement.offloaded
         remembers = not placement.is_recomputed(event.layer)
-        # Kept results of attention, and of experts that stream in parts unless inputs leave.
+        # Kept results of attention, and of experts that stream in parts unless inputs are offloaded.
         result_bytes = profile.attention_bytes if event.layer in placement.attention_kept else 0
         result_bytes += 0 if event.layer in placement.inputs_offloaded else profile.expert_bytes
         staying = profile.kept_bytes if remembers else result_bytes + profile.lean_bytes
-        if offloads:  # what is too small to go to the host stays
+        if offloads:  # tensors that are too small to be offloaded stay
             staying -= profile.offloaded_bytes
         if event.is_backward:
             backward_call -= 1
             while backward_call > 0 and calls[backward_call].layer != event.layer:
                 backward_call -= 1
             extra = extra_bytes(backward_call, made=1)
-            # The recomputed graph holds the results themselves.
+            # recomputed_bytes includes kept results, which aren't made a second time.
             above = profile.kept_backward_bytes if remembers else profile.recomputed_bytes - result_bytes
             peak = max(peak, event.live_bytes + kept + grown + above + extra)
             kept -= staying
@@ -278,9 +280,9 @@ def step_bytes(step_profile: StepProfile, model: Model, placement: Placement) ->
                 grown += model.layers[event.layer].gradient_bytes
         else:
             forward_call += 1
-            # Kept results stay while the rest of the layer runs.
+            # Kept results are alive while the rest of the layer runs.
             above = profile.kept_forward_bytes if remembers else profile.forward_bytes + staying
-            if offloads and profile.pieces > 2:  # the earlier pieces' have left
+            if offloads and profile.pieces > 2:  # those of earlier pieces are offloaded
                 above -= profile.offloaded_bytes * (profile.pieces - 2) // profile.pieces
             peak = max(peak, event.live_bytes + kept + above + extra_bytes(forward_call, made=0))
             kept += staying
@@ -289,13 +291,13 @@ def step_bytes(step_profile: StepProfile, model: Model, placement: Placement) ->
 
 
 def held_bytes(model: Model, placement: Placement) -> int:
-    """What is on the device during all of a step, besides what the engine holds there in any case."""
+    """Bytes on the device during the whole step, without what the engine holds there under any placement."""
     layers = [model.layers[i] for i in placement.on_device]
     held = sum(unit.state_bytes for unit in layers) + sum(unit.sum_bytes for unit in [*layers, *model.groups])
-    if model.micro_batches > 1:  # from the second on, the gradients of the first are there
+    if model.micro_batches > 1:  # from the second on, gradients of the earlier ones are held
         held += sum(unit.gradient_bytes for unit in [*layers, *model.groups])
     if stepped := model.stepped_on_device(placement):
-        arriving = max(3 * unit.gradient_bytes for unit in stepped)
+        arriving = max(3 * unit.gradient_bytes for unit in stepped)  # two buffers of gradients, one of residuals of sums
         held += (sum(unit.stepped_bytes for unit in stepped) + arriving) // model.ranks
     if placement.groups_on_device:
         held += sum(unit.state_bytes - unit.weight_bytes for unit in model.groups)

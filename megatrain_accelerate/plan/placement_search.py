@@ -1,5 +1,5 @@
-"""The fastest placement that fits: what lives where is varied one or two kinds at a time, each candidate is simulated. Where
-most batches are smaller than the largest that a plan covers, there are two, one for each of these sizes."""
+"""Finds the fastest placement that fits. Counts of layers are varied one or two kinds at a time, and each candidate's step is
+simulated. If most batches are smaller than the largest that a plan covers, each of these two sizes has its placement."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from megatrain_accelerate.plan.step_profile import StepProfile
 from megatrain_accelerate.plan.step_simulation import StepTime, simulate_step
 
 WORTH_IT = 0.005
-"""Share of a step that a change of the placement must gain; less isn't worth the memory."""
+"""Share of a step's time that a change of the placement must gain. Less isn't worth the memory."""
 
 INPUTS_WORTH_IT = 0.02
-"""Share that must be gained where inputs go to the host though a step fits without that: the first step page-locks host memory
-for them, and their copies give those of offloaded layers no pause. The simulation can be trusted with less: it foresaw 3.0 %
-where 3.0 % were measured (3B, 8 x 4,096 tokens, 24 GiB of an H100)."""
+"""Share that offloading inputs must gain if a step fits without it: the first step page-locks host memory for them, and their
+copies leave no pauses for those of offloaded layers. The simulation can be trusted with less: it predicted 3.0 % where 3.0 %
+were measured (3B, 8 x 4,096 tokens, 24 GiB of an H100)."""
 
 NO_SLOWER = 0.001
-"""Share of a step by which the simulation may be wrong about two placements that differ little."""
+"""Share of a step's time by which the simulation may misjudge two placements that differ little."""
 
 _WHOLE = (0.0, 1.0)
-"""The memory budgets of layers that aren't kept and of those that are: the only two with which activations are offloaded. With
-budgets between these, offloading nearly all layers was predicted to gain 2 % and lost 6 %, since the copies share the host's
-memory with AdamW (3B, 8 x 4,096 tokens, 24 GiB of an H200)."""
+"""The memory budgets of recomputed layers (0.0 saves inputs alone) and of kept ones (1.0 saves everything). Layers are only
+offloaded with this pair: with others, offloading nearly all was predicted to gain 2 % and lost 6 %, since the copies share the
+host's memory with AdamW (3B, 8 x 4,096 tokens, 24 GiB of an H200)."""
 
 _FEW_ON_DEVICE = 4
-"""Numbers of layers on the device, up to a quarter of all, that are tried with each number of offloaded ones."""
+"""How many numbers of layers on the device, from none to a quarter of all, are tried with each number of offloaded layers."""
 
 MOST_USUAL_SHARE = 0.9
-"""Where batches of the mean size have more than this share of the largest one's tokens, all are planned for as the largest."""
+"""If a batch of the mean size has more than this share of the largest one's tokens, all are planned for as the largest."""
 
 LINEAR_SHARE = 0.98
-"""Bytes that a layer keeps, over those that are estimated, may be as few: rounding takes a little."""
+"""Kept bytes count as equal, or as proportional, from this share of the expected bytes on: sizes are rounded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,24 +52,23 @@ class Candidate:
     time: StepTime
 
     def is_worth_it(self, other: Candidate | None) -> bool:
-        """Whether this takes clearly less time than ``other``, the simpler way; None if that doesn't fit."""
+        """Whether this takes clearly less time than ``other``, the simpler way (None if that doesn't fit)."""
         return other is None or self.time.seconds <= (1 - WORTH_IT) * other.time.seconds
 
 
 def _leaving_what_counts(placement: Placement) -> Placement:
-    """The same placement without inputs of layers that aren't recomputed: these don't leave."""
+    """The placement without offloaded inputs of layers that aren't recomputed, which have no effect. Caches use it as key."""
     leaving = frozenset(filter(placement.is_recomputed, placement.inputs_offloaded))
     return dataclasses.replace(placement, inputs_offloaded=leaving)
 
 
 class PlacementSearch:
-    """Finds the fastest placement within two budgets: ``budget_bytes`` of device memory for the step, besides what the engine
-    holds under any placement, and ``host_budget_bytes`` of host memory for activations while all units live on the host; each
-    unit that moves to the device adds its own memory to the latter. ``fixed`` are those of the :class:`Counts`, by name, that
-    the settings decide.
+    """Finds the fastest placement of a step within two budgets. ``budget_bytes`` is device memory for the step, besides what
+    the engine holds under any placement. ``host_budget_bytes`` is host memory for activations if all units live on the host,
+    to which a unit on the device adds what it frees there. ``fixed`` has the :class:`.Counts`, by name, that settings decide.
 
-    Where layers can be compiled with several memory budgets, all neighbouring pairs are tried, unless the settings say how
-    many layers are kept or offloaded.
+    If layers can be compiled with several memory budgets, all pairs of neighbouring ones are tried, unless the settings fix
+    how many layers are kept, or that some are offloaded.
     """
 
     def __init__(
@@ -94,31 +93,31 @@ class PlacementSearch:
 
     @property
     def something_fits(self) -> bool:
-        """Whether there is any placement within the budgets; less work than finding the best. The first pair of memory budgets
-        has the lowest one, with which a step takes least."""
+        """Whether any placement fits, found with less work than the best one. The first pair of memory budgets has the lowest
+        one, with which a step takes the least memory."""
         return self._first_that_fits(next(iter(self._budget_pairs))) is not None
 
     def fits(self, placement: Placement) -> bool:
-        """Whether the device has room for the step by this placement."""
+        """Whether a step with this placement fits the device."""
         return self._peak_bytes(placement) <= self._budget
 
     def best(self) -> Candidate | None:
-        """The fastest placement that fits; None if none does. Where all of the model fits, nothing streams: to let the host
-        step some layers would save the device a little time, and slow the thread that launches kernels by more."""
+        """The fastest placement that fits, or None. If everything fits on the device, nothing streams: letting the host step
+        some layers would save the device a little time, and cost the thread that launches kernels more."""
         if (everything := self.everything()) is not None:
             return everything
         found = [candidate for pair in self._budget_pairs if (candidate := self.best_with(pair)) is not None]
         return min(found, key=lambda candidate: candidate.time.seconds, default=None)
 
     def everything(self) -> Candidate | None:
-        """All states and activations on the device; None if that doesn't fit, or the settings ask for something else."""
+        """All states and activations on the device. None if that doesn't fit, or the settings ask for something else."""
         every = Counts(kept=self._count, on_device=self._count, groups_on_device=True)
         is_open = all(getattr(every, name) == count for name, count in self._fixed.items())
         found = self._try(every) if is_open and not self._model.parts else None
         return found if found is not None and len(found.placement.kept) == self._count else None
 
     def best_with(self, budgets: tuple[float, float]) -> Candidate | None:
-        """The same with these memory budgets."""
+        """The fastest placement that fits with these memory budgets, or None."""
         if (first := self._first_that_fits(budgets)) is None:
             return None
         best, found = first
@@ -135,14 +134,14 @@ class PlacementSearch:
         return self._filled(best, found)
 
     def _first_that_fits(self, budgets: tuple[float, float]) -> tuple[Counts, Candidate] | None:
-        """The placement that keeps nothing, with the fewest inputs on the host with which it fits: one less may be too many
-        for the device, one more for the host."""
+        """The placement with the fewest offloaded inputs with which a step fits; the host may lack memory for one more."""
         start = Counts(**self._fixed, budgets=budgets)
         tried = ((counts, self._try(counts)) for counts in self._varied(start, inputs_offloaded=range(self._count + 1)))
         return next(((counts, found) for counts, found in tried if found is not None), None)
 
     def leanest(self) -> Candidate:
-        """For a step that fits in no way: what is fixed, without the inputs that the host has room for if they may leave."""
+        """The placement for a step that fits in no way: what settings fix, and, where they leave that open, the number of
+        offloaded inputs that fits the host and gives the lowest peak."""
         settled = Counts(**self._fixed).placement(self._count)
         placements = [settled]
         for count in range(1, 1 if "inputs_offloaded" in self._fixed else self._count + 1):
@@ -152,7 +151,7 @@ class PlacementSearch:
         return self._candidate(placements[at], peak_bytes)
 
     def _filled(self, at: Counts, found: Candidate) -> Candidate:
-        """The same with as much on the device as there is room for: it takes load off the host and the link."""
+        """The candidate with as much more on the device as fits without costing time or kept layers: host and link do less."""
         fillings: list[dict[str, Iterable[int]]] = [
             {"states_on_device": range(self._count, at.states_on_device, -1)},
             {"groups_on_device": [True], "on_device": range(self._count, at.on_device, -1)},
@@ -167,8 +166,8 @@ class PlacementSearch:
         return found
 
     def _varied(self, at: Counts, **values: Iterable[int]) -> Iterator[Counts]:
-        """The counts with each combination of values, but for those that are fixed; those named last vary fastest."""
-        # A number of layers on the device that the user gave doesn't ask for groups there.
+        """Yields the counts with each combination of values, the last varying fastest. Fixed counts aren't varied."""
+        # A user who fixes the number of layers on the device doesn't thereby ask for groups there.
         fixed = {*self._fixed, "groups_on_device"} if "on_device" in self._fixed else self._fixed
         free = {name: tried for name, tried in values.items() if name not in fixed}
         for combination in itertools.product(*free.values()):
@@ -176,23 +175,23 @@ class PlacementSearch:
             yield dataclasses.replace(at, **changes)
 
     def _variations(self, budgets: tuple[float, float]) -> Iterator[Callable[[Counts], Iterable[Counts]]]:
-        """Functions that each list variations of given counts. Some vary two counts at once, since one gains nothing without
-        the other: inputs that go to the host make room for kept attention, whole layers for activations or more states."""
+        """Yields functions that list variations of given counts. Some vary two counts at once, where one gains nothing without
+        the other: offloaded inputs make room for kept attention, and whole layers on the host for activations or states."""
         vary, both = self._varied, (False, True)
         some = sorted({round(i * self._count / 12) for i in range(13)})  # from none to all
 
         def near(count: int, reach: int, others: Iterable[int] = some) -> list[int]:
-            """Numbers of layers that are off by up to ``reach``, and the others."""
+            """Numbers of layers within ``reach`` of the count, and the others."""
             return sorted({*others, *range(max(0, count - reach), min(self._count, count + reach) + 1)})
 
         yield lambda at: vary(at, inputs_offloaded=near(at.inputs_offloaded, 2))
-        # Layers without tiles are compiled, and attention is part of their graph.
+        # Not without tiles: layers are then compiled, and attention is part of their graph.
         if self._step_profile.token_tile and "attention_kept" not in self._fixed:
             yield lambda at: vary(at, attention_kept=near(at.attention_kept, 2), inputs_offloaded=near(at.inputs_offloaded, 2))
         yield lambda at: vary(at, groups_on_device=[not at.groups_on_device])
         yield lambda at: vary(at, groups_on_device=(at.groups_on_device, not at.groups_on_device), on_device=some)
         yield lambda at: vary(at, on_device=near(at.on_device, 3, ()), groups_on_device=both)
-        # In one process a whole layer on the device takes little more than its states, and isn't fetched.
+        # In one process a whole layer on the device takes little more memory than its states alone, and isn't fetched.
         moves_states = self._model.ranks > 1 and "states_on_device" not in self._fixed
         if moves_states:
             yield lambda at: vary(
@@ -212,7 +211,7 @@ class PlacementSearch:
             yield lambda at: vary(at, offloaded=near(at.offloaded, 3), on_device={0, at.on_device}, states_on_device=some[::2])
 
     def _evaluate(self, counts: Counts) -> Candidate | None:
-        """The candidate with as many kept layers as fit; None if it doesn't fit with any."""
+        """The candidate with as many kept layers as fit, unless that number is fixed. None if no number fits."""
         count = self._count
 
         def placement(kept: int) -> Placement:
@@ -220,7 +219,7 @@ class PlacementSearch:
 
         kept = self._fixed.get("kept")
         if kept is None:
-            # If some number fits, so do smaller ones: the fewest that aren't kept.
+            # If some number of kept layers fits, so do smaller ones: bisect for the fewest that aren't kept.
             kept = count - bisect.bisect_left(range(count + 1), True, key=lambda others: self.fits(placement(count - others)))
         chosen = placement(max(0, kept))
         taken_bytes = self._peak_bytes(chosen)
@@ -230,7 +229,7 @@ class PlacementSearch:
         return Candidate(placement, peak, self._time(_leaving_what_counts(placement)))
 
     def _peak_bytes(self, placement: Placement) -> int:
-        """Of a step, with what the engine holds. A step's own bytes don't depend on where groups live: they are cached."""
+        """The peak of a step. Its part :func:`step_bytes` doesn't depend on where groups live, and is cached without that."""
         step = dataclasses.replace(_leaving_what_counts(placement), groups_on_device=False)
         return held_bytes(self._model, placement) + self._step_bytes(step)
 
@@ -246,12 +245,12 @@ def place_both(
     largest: StepProfile,
     search_for: Callable[..., PlacementSearch],
 ) -> tuple[PlanRecord, bool] | None:
-    """The plan with a placement for the *usual* batch, that of ``share`` of the largest one's tokens, and one for the largest;
-    None if there are none with the units in the same places. What lives where is chosen for the usual batch, as far as the
-    largest fits beside it with fewer kept layers: so a few long batches, which recompute more, don't send weights and states
-    to the host for all the others. And whether that costs the usual batch nothing: units live where it alone would have them,
-    and batches between the two keep as many layers as fit. ``step_at`` gives the step on a batch of a share of the largest
-    one's tokens, None if it can't be told, and ``search_for`` the search for a step's placement with some :class:`.Counts`."""
+    """The plan with two placements that have units in the same places: for the *usual* batch, with ``share`` of the largest
+    one's tokens, and for the largest. None if there are no such two. Units live where the usual batch wants them, as far as
+    the largest fits with fewer kept layers. So a few long batches recompute more, instead of moving weights and states to the
+    host for all batches. Says also whether this costs nothing: units live where the usual batch alone would have them, and
+    batches between the two keep as many layers as fit. ``step_at`` returns the profile of a batch with a share of the largest
+    one's tokens, None if unknown. ``search_for`` makes the search for a step's placement with some :class:`.Counts` fixed."""
     usual = step_at(share)
     if usual is None or (best := search_for(usual).best()) is None:
         return None
@@ -274,7 +273,7 @@ def place_both(
         is_linear=differ_in_kept and _keeps_in_proportion(share, usual, largest),
     )
     if both.is_linear and fewer_kept:
-        # What else a batch takes may grow more slowly than its tokens (the loss takes tiles): one between the two tells.
+        # Bytes besides kept ones may grow more slowly than tokens (the loss runs by tiles), so a batch in between is tried.
         step = step_at(share**0.5)
         fits = step is not None and search_for(step, **there).fits(both.at(share**0.5)[0])
         both = dataclasses.replace(both, is_linear=fits)
@@ -284,8 +283,8 @@ def place_both(
 def _largest_beside(
     best: Candidate, largest: StepProfile, search_for: Callable[..., PlacementSearch]
 ) -> tuple[Candidate, dict[str, int]] | None:
-    """The largest batch's placement with as many layers, and states of others, on the device as there are with ``best``, or as
-    many as fit unless that is fixed, and the counts that it was found with."""
+    """The placement of the largest batch with as many layers on the device, and layers stepped there, as ``best`` has, or as
+    many of them as fit (unless settings fix that), and the counts with which it was found. None if it doesn't fit."""
     layers, states = len(best.placement.on_device), len(best.placement.states_on_device)
     fewer_states = [(layers, count) for count in range(states, -1, -1)]
     for on_device, stepped in fewer_states + [(count, 0) for count in range(layers - 1, -1, -1)]:
@@ -293,14 +292,14 @@ def _largest_beside(
         there = {"groups_on_device": groups, "on_device": on_device, "states_on_device": stepped}
         search = search_for(largest, **there)
         if search.something_fits:
-            # Each memory budget has a graph of its own, which takes time to compile.
+            # The same memory budgets first: each has graphs of its own, which take time to compile.
             found = search.best_with(best.placement.budgets) or search.best()
             return None if found is None else (found, there)
     return None
 
 
 def _keeps_in_proportion(share: float, usual: StepProfile, largest: StepProfile) -> bool:
-    """Whether what layers keep grows at most in proportion to the tokens, and is as much for each layer."""
+    """Whether all layers keep equally many bytes, which grow at most in proportion to the tokens."""
     less, more = ([step.profiles[call.kind].kept_bytes for call in step.forward_calls] for step in (usual, largest))
     if len(less) != len(more) or min(more) < LINEAR_SHARE * max(more):
         return False

@@ -1,6 +1,5 @@
-"""A plan as plain data in a checkpoint, from which a training that is resumed goes on, and as a short table, shown when a
-training begins and when it is planned anew. A plan that is made anew, from the first batch after a checkpoint, could differ:
-compiled layers would give other bits.
+"""A plan as plain data in checkpoints, and as a table that is printed after planning. A resumed training takes over its plan:
+one made anew, from the first batch after the checkpoint, could differ, and compiled layers would give other bits.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from megatrain_accelerate.plan.step_simulation import StepTime
 from megatrain_accelerate.units import GIB
 
 RESUMED_SHARE_OF_DEVICE = 0.95
-"""Share of the free memory that a resumed plan may take. A new plan takes less: a few MiB more or less are free each time."""
+"""Share of free memory that a resumed plan may take. A new plan takes less, since free memory varies by a few MiB."""
 
 _TABLE_COLUMNS = 80
 
 
 def made_for(model: nn.Module, runtime: StreamingRuntime, config: MegatrainConfig, micro_batches: int) -> str:
-    """What must be the same for a recorded plan to be taken over: GPU, torch, settings, model and way of stepping."""
+    """A text of what must be equal for a recorded plan to be taken over: GPU, torch, settings, model and way of stepping."""
     device = runtime.streams.device
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
     layouts = [(at.weight_bytes, at.gradient_bytes, at.parameter_count) for at in (unit.layout for unit in runtime.units)]
@@ -40,49 +39,48 @@ def made_for(model: nn.Module, runtime: StreamingRuntime, config: MegatrainConfi
 
 @dataclasses.dataclass(frozen=True)
 class PlanRecord:
-    """The last plan of a :class:`~megatrain_accelerate.plan.device_plan.DevicePlan`, and what it goes on from."""
+    """The last plan of a :class:`~megatrain_accelerate.plan.device_plan.DevicePlan`, and what the next plan depends on."""
 
     made_for: str = ""
-    """What must be the same where it is taken over."""
+    """What :func:`made_for` returned. The plan is only taken over where it returns the same."""
     offloaded_bytes: int = 0
-    """Host memory that activations take."""
+    """Host memory of offloaded activations and inputs."""
     seen: BatchExtent = dataclasses.field(default_factory=BatchExtent)
-    """The batches so far."""
+    """An extent that covers all batches so far."""
     planned: BatchExtent = dataclasses.field(default_factory=BatchExtent)
-    """Those that the plan covers."""
+    """The extent of the largest batch that the plan covers."""
     row_sizes: tuple[int, ...] = ()
-    """Those that tell whether sizes vary (:mod:`.other_batches`): compiled layers have a graph for one size, or for all."""
+    """Row sizes that show whether sizes vary (:func:`.sizes_vary`), so that compiled layers need one graph for all sizes."""
     plans: int = 0
     forwards_at_once: int = 1
-    """Forwards that may wait for their backward at a time."""
+    """The most forwards that may wait for their backward at a time."""
     samples: int | None = None
-    """Of a piece of the batch (:mod:`.step_ways`)."""
+    """Samples of a piece, as the plan has chosen (:mod:`.step_ways`). None where it left that to the settings."""
     token_tile: int = 0
     """Tokens of a tile in the layers; 0 for none."""
     placement: Placement = dataclasses.field(default_factory=Placement)
-    """For the largest of those batches."""
+    """The placement for the largest batch."""
     predicted_bytes: int = 0
-    """0 before the first plan, or if unknown; so is the time None."""
+    """The most device memory that a step is predicted to take. 0 before the first plan."""
     predicted_time: StepTime | None = None
-    """Of the usual batch where there is one, else of the largest."""
+    """Predicted time of a step on the usual batch if there is one, else on the largest. None if it isn't predicted."""
     batches: int = 0
-    """Number of batches so far."""
     tokens: int = 0
-    """Of all of them together, as :attr:`BatchExtent.real` counts them."""
+    """Tokens of all batches so far, as :attr:`BatchExtent.real` counts them."""
     usual_share: float = 1.0
     """Tokens of a batch of the mean size, the *usual* one, over those of the largest that the plan covers."""
     usual_placement: Placement = dataclasses.field(default_factory=Placement)
-    """For batches up to the usual one. Units live where :attr:`placement` has them."""
+    """The placement for batches up to the usual one. Units live where :attr:`placement` has them."""
     usual_bytes: int = 0
-    """Predicted of the usual batch."""
+    """Device memory that a step on the usual batch is predicted to take."""
     is_linear: bool = False
-    """Whether the two placements differ in the number of kept layers alone, and what is between them may be estimated."""
+    """Whether the placements differ in kept layers alone, whose number :meth:`at` may interpolate between the two batches."""
 
     def at(self, share: float) -> tuple[Placement, int]:
-        """For a batch with that share of the largest one's tokens, and the bytes that it is predicted to take, at most. One of
-        ``t`` tokens with ``k`` kept layers takes ``a + (b + c k) t`` bytes, where each layer keeps ``c`` a token, ``b`` are
-        needed beside them, and ``a`` in any case. So the most layers that fit fall on a line over ``1 / t``, and with these
-        the bytes on one over ``t``."""
+        """The placement for a batch with this share of the largest one's tokens, and the most bytes that it is predicted to
+        take. A batch of ``t`` tokens with ``k`` kept layers takes ``a + (b + c k) t`` bytes: ``c`` for each token in each kept
+        layer, ``b`` more for each token, and ``a`` in any case. So the most kept layers that fit are linear in ``1 / t``, and
+        the bytes with them are linear in ``t``."""
         if share <= self.usual_share < 1.0:
             return self.usual_placement, self.usual_bytes
         if share >= 1.0 or not self.is_linear:
@@ -95,13 +93,13 @@ class PlanRecord:
         return dataclasses.replace(self.placement, kept=kept), predicted
 
     def as_data(self) -> dict[str, Any]:
-        """Numbers, texts, lists and dicts alone, as JSON has them."""
+        """The record as JSON data: numbers, texts, lists and dicts."""
         data: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), default=sorted))  # of sets
         return data
 
     @classmethod
     def of_data(cls, data: dict[str, Any]) -> PlanRecord | None:
-        """Reverse of :meth:`as_data`; None for data with other names, which another version of this package made."""
+        """The reverse of :meth:`as_data`. None for data with other field names, from another version of this package."""
         placements = dict.fromkeys(("placement", "usual_placement"), Placement)
         kinds = {"seen": BatchExtent, "planned": BatchExtent, "predicted_time": StepTime, **placements}
         pairs = [(cls, data), *((kind, data.get(name, {})) for name, kind in kinds.items())]
@@ -116,7 +114,7 @@ class PlanRecord:
 
 
 def plan_table(plan: PlanRecord, runtime: StreamingRuntime, budget_bytes: int, step_profile: StepProfile) -> str:
-    """What lies where once the plan is applied, the predicted memory and step, and what bounds it."""
+    """The plan as a table: where everything is once it is applied, and a step's predicted memory, time and bottleneck."""
     placement, time = plan.placement, plan.predicted_time
     step_profile = step_profile.at(*placement.budgets)
     count, on_gpu = len(runtime.layers), len(placement.on_device)
@@ -173,7 +171,7 @@ def experts_text(runtime: StreamingRuntime) -> str:
 
 
 def tiles_text(runtime: StreamingRuntime) -> str:
-    """What runs by tiles, and which layers have nothing that does, for each class of layers."""
+    """For each class of layers, the modules in them that run by tiles, or that none does."""
     tiled: dict[str, list[str]] = {}
     for layer in runtime.layers:
         names = tiled.setdefault(type(layer.module).__name__, [])

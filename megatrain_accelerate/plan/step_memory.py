@@ -1,6 +1,6 @@
-"""Runs of the user's model on tensors without data, and a dispatch mode that adds up what they would cost. The user's own
-forward runs under ``FakeTensorMode`` (torch/_subclasses/fake_tensor.py) with the shapes of the real batch, so that logits,
-loss and layer inputs are counted by the code that will make them."""
+"""Fake runs of the user's model, and a dispatch mode that counts their memory and costs. The user's own forward runs under
+``FakeTensorMode`` (torch/_subclasses/fake_tensor.py) with the shapes of the real batch, so that logits, loss and layer inputs
+are counted as the real code makes them."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from megatrain_accelerate.plan.machine import Machine
 
 @dataclasses.dataclass(frozen=True)
 class OpCosts:
-    """What operations cost: sums."""
+    """The summed costs of operations."""
 
     flops: float = 0.0
-    """Of matrix products, convolutions and attention."""
+    """FLOPs of matrix products, convolutions and attention."""
     traffic_bytes: float = 0.0
-    """Read and written by all other operations that make new memory."""
+    """Bytes that all other operations read and write, except views."""
     attention_flops: float = 0.0
-    """Those of attention's kernels alone."""
+    """The part of :attr:`flops` that attention's kernels take."""
 
     def times(self, factor: float) -> OpCosts:
         return OpCosts(factor * self.flops, factor * self.traffic_bytes, factor * self.attention_flops)
 
     def seconds(self, machine: Machine) -> float:
-        """On the device, where they weren't measured."""
+        """An estimate of the time that the operations take on the device."""
         return self.flops / machine.device_flops + self.traffic_bytes / machine.device_bytes
 
     def __add__(self, other: OpCosts) -> OpCosts:
@@ -62,8 +62,8 @@ class OpCosts:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up the bytes of storages that are made and die while it is active, and the costs of what runs. Tensors that are
-    ``present`` already don't count."""
+    """Counts the bytes of storages that are allocated and freed while it is active, and the costs of operations. Storages of
+    the ``present`` tensors don't count."""
 
     supports_higher_order_operators = True
 
@@ -71,16 +71,16 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
         self.costs = OpCosts()
-        # Their storages come back in views, and aren't new.
+        # Views of them return their storages, which aren't new.
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in present)
         self.operands: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Storages that products and attention have read or made."""
+        """Storages that products and attention have read or allocated."""
         self.scores: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Storages that softmax has made."""
+        """Storages that softmax has allocated."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # A tensor that only stands for others (lazy logits) has a storage of no bytes, and mustn't be made to fill it.
+        # A tensor that stands for others (lazy logits) has a storage of no bytes, and mustn't be materialized here.
         with torch._C.DisableTorchFunctionSubclass():
             made = tensors_in(result)
             is_new = [self.track(tensor.untyped_storage()) for tensor in made]
@@ -88,12 +88,12 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def take_peak(self) -> int:
-        """The peak since the last call."""
+        """The peak of live bytes since the last call."""
         peak, self.peak_bytes = self.peak_bytes, self.live_bytes
         return peak
 
     def track(self, storage: torch.UntypedStorage) -> bool:
-        """Counts a storage until it dies; whether it is new."""
+        """Counts a storage until it is freed. Returns whether it is new."""
         if storage in self._seen:
             return False
         self._seen.add(storage)
@@ -112,7 +112,7 @@ class LiveBytes(TorchDispatchMode):
         if flops is not None:
             self.costs += OpCosts(times * flops, attention_flops=times * flops if "attention" in name else 0.0)
             self.operands.update(tensor.untyped_storage() for tensor in [*tensors_in((args, kwargs)), *made])
-        elif is_new or name.split(".")[0].endswith("_"):  # in place, or out of it: no view
+        elif is_new or name.split(".")[0].endswith("_"):  # no view
             read = tensors_in((args, kwargs))
             moved = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in [*read, *made])
             self.costs += OpCosts(traffic_bytes=times * moved)
@@ -121,7 +121,7 @@ class LiveBytes(TorchDispatchMode):
         if made and runs_on_gpu(made[0]):
             self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes(name, made))
             if name.startswith(_SOFTMAX_BACKWARD):
-                self.costs += OpCosts(traffic_bytes=3 * made[0].nbytes * times)  # of the workspace
+                self.costs += OpCosts(traffic_bytes=3 * made[0].nbytes * times)  # the workspace's traffic
 
 
 _SOFTMAX_BACKWARD = "_softmax_backward_data"
@@ -130,11 +130,11 @@ _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def workspace_bytes(name: str, made: Sequence[torch.Tensor]) -> int:
-    """What a GPU's kernel allocates while it runs, where that is as large as its results ``made``. Softmax's backward
-    multiplies gradient and result first, into a tensor of their size (``softmax_backward_cuda_out``,
-    aten/src/ATen/native/cuda/SoftMax.cu). Backward of attention, but for flex attention, sums the queries' gradient in fp32,
-    and makes those of keys and values for each head of the queries (``dq_accum``, ``dk_expanded``, ``dv_expanded``,
-    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp; cuDNN's takes as much)."""
+    """Bytes that a GPU kernel allocates while it runs, where they are of the size of its results ``made``. Softmax's backward
+    first multiplies gradient and result into a tensor of their size (``softmax_backward_cuda_out``,
+    aten/src/ATen/native/cuda/SoftMax.cu). Attention's backward, except flex attention's, sums the queries' gradient in fp32,
+    and makes gradients of keys and values for each head of the queries (``dq_accum``, ``dk_expanded``, ``dv_expanded``,
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp; cuDNN's backward takes as much)."""
     if name.startswith(_SOFTMAX_BACKWARD):
         return made[0].nbytes
     if not (name.startswith(_ATTENTION) and "backward" in name) or made[0].element_size() != 2:
@@ -145,15 +145,15 @@ def workspace_bytes(name: str, made: Sequence[torch.Tensor]) -> int:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
-    """Floating-point operations of a matrix product or the like; None for what has no formula."""
+    """FLOPs of a matrix product, a convolution or attention. None for an operation without a formula."""
     name = str(func.__name__)
     count = flop_registry.get(func._overloadpacket if isinstance(func, torch._ops.OpOverload) else func)
     if count is None and "grouped_mm" in name:
-        # Tokens with the matrix of their expert: (T, D) with (E, D, F); (D, T) with (T, F) by expert; or E of each.
+        # Tokens times their expert's matrix: (T, D) by (E, D, F), (D, T) by (T, F) for each expert, or E matrices by E.
         left, right = args[:2]
         experts = left.shape[0] if left.dim() == right.dim() == 3 else 1
         return 2.0 * experts * left.shape[-2] * left.shape[-1] * right.shape[-1]
-    if name.startswith(_CPU_ATTENTION) and runs_on_gpu(args[0]):  # stands for a GPU's; a causal one skips half of the pairs
+    if name.startswith(_CPU_ATTENTION) and runs_on_gpu(args[0]):  # stands for a GPU's, which skips half of the pairs if causal
         is_causal = any(argument is True for argument in [*args, *kwargs.values()])
         return (attention_flops(name, args) or 0.0) * (0.5 if is_causal else 1.0)
     if name.startswith(_SAMPLES) and (begins := args[6 if "backward" in name else 3]) is not None:
@@ -172,15 +172,15 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
 
 @contextlib.contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """While the body runs, the model has no hooks but the engine's that say ``runs_without_data``, and keeps nothing that it
-    sets on itself: users' hooks count real calls. Those that transformers needs for the loss itself it installs anew."""
+    """While the body runs, the model has no hooks except the engine's that say ``runs_without_data``: users' hooks count real
+    calls. Attributes that the body sets on modules are undone. transformers reinstalls hooks that it needs for the loss."""
     attributes = [(module, dict(module.__dict__)) for module in model.modules()]
     try:
         for module, own in attributes:
             for name in HOOKS:
                 ours = ((key, hook) for key, hook in own[name].items() if getattr(hook, "runs_without_data", False))
                 module.__dict__[name] = OrderedDict(ours)
-            # Where transformers notes that it has installed the hooks that collect router logits (utils/output_capturing.py).
+            # Says that transformers has installed the hooks that collect router logits (utils/output_capturing.py).
             module.__dict__.pop("_output_capturing_hooks_installed", None)
         yield
     finally:
@@ -191,7 +191,7 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def buffers_restored(module: nn.Module) -> Iterator[None]:
-    """The module's buffers hold what they held before when the body is over: a trial run isn't to count."""
+    """Restores the values of the module's buffers after the body, which is a trial run that mustn't count."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield
@@ -203,21 +203,21 @@ def buffers_restored(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fake_weights(model: nn.Module, device: torch.device, values: KnownValues) -> Iterator[list[torch.Tensor]]:
-    """The model's parameters and buffers are tensors without data while the body runs; yields them."""
+    """Replaces the model's parameters and buffers by fake tensors while the body runs. Yields these."""
     fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None:
             return None
         if id(tensor) not in fakes:
-            # A fresh tensor, since a conversion would carry over hooks and gradients.
+            # A new tensor, since a conversion would carry over hooks and gradients.
             twin = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             fakes[id(tensor)] = twin.requires_grad_(tensor.requires_grad)
             if not tensor.is_floating_point():
                 values.learn(twin, tensor)
         return fakes[id(tensor)]
 
-    with without_hooks(model):  # which puts back these dictionaries too
+    with without_hooks(model):  # which restores these dictionaries, too
         for module in model.modules():
             for store in ("_parameters", "_buffers"):
                 module.__dict__[store] = {name: fake(tensor) for name, tensor in module.__dict__[store].items()}
@@ -225,14 +225,14 @@ def _fake_weights(model: nn.Module, device: torch.device, values: KnownValues) -
 
 
 def _without_looks_at_data(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs but for what can't be run without data, and takes no more memory than what stands for it."""
+    """The inputs without those that a fake run can't handle. What the model does without them takes about as much memory."""
     own = dict(inputs)
-    # Models skip a mask of ones, which some can't see without data. Beside positions, which might be packed, it stays.
+    # Models skip a mask of ones, but some can't tell without data. Beside position ids, which may be packed, it stays.
     mask = own.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()) and own.get("position_ids") is None:
         del own["attention_mask"]
-    # TRL's own head (trl.trainer.utils.add_fused_lm_head) picks the labelled tokens and launches Triton kernels. The model's
-    # head by tiles takes about as much; in an evaluation, where it would make all logits, one position stands for the tiles.
+    # TRL's head (trl.trainer.utils.add_fused_lm_head) selects the labelled tokens and launches Triton kernels. The model's own
+    # head by tiles takes about as much. An evaluation with it would make all logits, so one position stands for the tiles.
     if own.pop("fused_lm_head", None) and not torch.is_grad_enabled():
         own.pop("labels", None)
         own["logits_to_keep"] = 1
@@ -243,9 +243,9 @@ def _without_looks_at_data(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def fake_model(
     model: nn.Module, inputs: Mapping[str, Any], device: torch.device
 ) -> Iterator[tuple[dict[str, Any], LiveBytes]]:
-    """Weights and inputs have no data while the body runs, gradients are on, nothing counts as a real call, and loops over
-    tiles run few of them: a longer sequence takes no longer. Yields the inputs without data, and the mode that counts while
-    it is entered by the caller."""
+    """Sets up a fake run in the body: weights and inputs have no data, gradients are enabled, nothing counts as a real call,
+    and loops over tiles run few of them, so that a longer sequence takes no longer. Yields the fake inputs, and the counting
+    mode, which the caller enters."""
     inputs = _without_looks_at_data(inputs)
     with (
         rng_state_restored(torch.device("cpu")),
@@ -270,7 +270,7 @@ def fake_model(
 
 
 def loss_of(output: Any, device: torch.device) -> torch.Tensor:
-    """The model's own loss, or for a model that was given no labels the sum over its output."""
+    """The model's own loss. If it was given no labels, the sum over its output."""
     if isinstance(output, Mapping) and output.get("loss") is not None:
         return output["loss"]
     sums = (tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad)

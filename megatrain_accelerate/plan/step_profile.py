@@ -1,4 +1,4 @@
-"""What is known of a training step before it is placed: what a layer's call costs, and what happens around the calls."""
+"""The profile of a training step, from which placements are chosen: costs of each layer's call, and of what runs between."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatrain_accelerate.plan.step_memory import OpCosts
 
 @dataclasses.dataclass(frozen=True)
 class SavedInForward:
-    """What a forward that keeps its graph tells of a compiled one."""
+    """What an uncompiled forward that keeps its graph tells about a compiled one."""
 
     operand_bytes: int
-    """Of what autograd saved besides inputs and weights, what products and attention read or made, and results of softmax."""
+    """Bytes that autograd saved besides inputs and weights: what products and attention read or made, and softmax made."""
     score_bytes: int
-    """Of it, results of softmax that products read as they are, padding and all."""
+    """The part of :attr:`operand_bytes` that softmax made and products read as it is, padding included."""
     output_bytes: int
     costs: OpCosts
-    """Of the forward until the last tensor was saved."""
+    """Costs of the forward up to the last saved tensor."""
 
 
 SECONDS = {
@@ -29,68 +29,67 @@ SECONDS = {
     "backward_seconds": "backward",
     "attention_seconds": "attention",
 }
-"""The measured times of a :class:`LayerProfile`, each with the costs to which it is in proportion."""
+"""Names of the measured times of a :class:`LayerProfile`, each with the name of the costs in proportion to which it grows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerProfile:
-    """What one call of a layer costs on the device. Bytes are above what is there when the call begins."""
+    """The costs of one layer call on the device. Bytes exclude what is allocated when the call begins."""
 
     forward: OpCosts
     backward: OpCosts
     kept_bytes: int
-    """What the graph of a kept layer holds from forward to backward, its inputs and outputs left out."""
+    """Bytes that a kept layer's graph holds from forward to backward, without its inputs and outputs."""
     offloaded_bytes: int
-    """What of it goes to the host if the layer is offloaded."""
+    """The part of :attr:`kept_bytes` that is copied to the host if the layer is offloaded."""
     input_bytes: int
-    """What goes to the host of the inputs if those are offloaded."""
+    """Bytes that are copied to the host if the inputs are offloaded."""
     forward_bytes: int
-    """The most that is alive in a forward without a graph."""
+    """Peak of a forward without a graph."""
     kept_forward_bytes: int
-    """The most in a forward that keeps its graph."""
+    """Peak of a forward that keeps its graph."""
     kept_backward_bytes: int
-    """The most in a backward, above what was kept; the weights' gradients among it."""
+    """Peak of a backward, above :attr:`kept_bytes`. It includes the weights' gradients."""
     recomputed_bytes: int
-    """The most in a backward that recomputes first."""
+    """Peak of a backward that recomputes first."""
     inputs_need_grad: tuple[bool, ...]
-    """For each tensor among the arguments."""
+    """Says of each tensor among the arguments whether it needs a gradient."""
     attention: OpCosts = dataclasses.field(default_factory=OpCosts)
-    """Of the forward, what attention's kernels cost."""
+    """The part of :attr:`forward` that attention's kernels take."""
     attention_bytes: int = 0
-    """Of their results."""
+    """Bytes of attention's results."""
     experts: OpCosts = dataclasses.field(default_factory=OpCosts)
-    """Of the forward, what experts that stream in parts cost: a recomputed layer keeps their results if its inputs stay."""
+    """The part of :attr:`forward` that experts in parts take. A recomputed layer keeps their results if its inputs stay."""
     expert_bytes: int = 0
-    """Of those."""
+    """Bytes of these experts' results."""
     pieces: int = 1
-    """In which the batch runs."""
     length: int = 0
-    """Tokens of a sequence, as the layer sees them; 0 if its inputs have no such dimension."""
+    """Tokens of a sequence as the layer is given it. 0 if its inputs have no such dimension."""
     forward_seconds: float | None = None
-    """Measured (:mod:`.layer_measurement`); None: to be estimated from the costs."""
+    """Measured (:mod:`.layer_measurement`). If this or another time is None, it is estimated from the costs."""
     kept_forward_seconds: float | None = None
     recompute_seconds: float | None = None
-    """By how much a backward that recomputes is longer. None: by a forward that keeps its graph; a compiler needs less."""
+    """Time that recompute adds to a backward. None: as much as a forward that keeps its graph. Compiled code needs less."""
     backward_seconds: float | None = None
     attention_seconds: float | None = None
     budgets: tuple[MemoryBudget, ...] = ()
-    """The distinct memory budgets of a compiled layer; empty if it isn't compiled, or if that isn't known."""
+    """The distinct memory budgets of a compiled layer. Empty if it isn't compiled, or if they aren't known."""
     lean_bytes: int = 0
-    """What the graph of a layer holds that isn't kept: nothing but at a memory budget above 0.0."""
+    """Bytes that the graph of a recomputed layer holds. 0 unless its memory budget is above 0.0."""
 
     def keeping(self, kept_bytes: int, **changes: Any) -> LayerProfile:
-        """This profile with what was found out better. Only large tensors leave: they are the same share of what is kept."""
+        """This profile with better values. Only large tensors are offloaded: they are taken to be the same share as before."""
         share = min(1.0, self.offloaded_bytes / max(1, self.kept_bytes))
         return dataclasses.replace(self, kept_bytes=kept_bytes, offloaded_bytes=round(share * kept_bytes), **changes)
 
     def at(self, low: float, high: float) -> LayerProfile:
-        """This profile for a step in which kept layers run at the budget ``high``, and those that aren't at ``low``."""
+        """This profile in a step whose kept layers run at the memory budget ``high``, and all others at ``low``."""
         if not self.budgets or self.recompute_seconds is None or self.backward_seconds is None:
             return self
         lean, kept = (max((b for b in self.budgets if b.value <= value), key=lambda b: b.value) for value in (low, high))
 
         def backward_bytes(budget: MemoryBudget) -> int:
-            """What isn't saved is made in backward, before any of it can go."""
+            """Peak of a backward at a budget. All that isn't saved is recomputed before any of it is freed."""
             if budget.value == EVERYTHING.value:
                 return self.kept_backward_bytes
             return max(self.kept_backward_bytes, self.recomputed_bytes - round(budget.saved_share * self.kept_bytes))
@@ -110,8 +109,8 @@ class LayerProfile:
         )
 
     def of_pieces(self, split: BatchSplit, output_bytes: int) -> LayerProfile:
-        """This profile of the first piece of a batch as that of the whole batch, which runs piece by piece. The whole call
-        returns ``output_bytes``; gradients of its inputs are as large."""
+        """Turns this profile of a batch's first piece into that of the whole batch, which runs piece by piece. The whole call
+        returns ``output_bytes``. Gradients of its inputs have as many bytes."""
         if not split.sizes:
             return self
         share = sum(split.sizes) / split.sizes[0]
@@ -122,7 +121,7 @@ class LayerProfile:
         kept_bytes = in_proportion["kept_bytes"]
         return dataclasses.replace(
             self,
-            # The pieces' outputs wait until they are joined.
+            # The pieces' outputs are held until they are joined.
             forward_bytes=output_bytes + max(output_bytes, self.forward_bytes),
             kept_forward_bytes=kept_bytes + output_bytes + max(output_bytes, self.kept_forward_bytes - self.kept_bytes),
             kept_backward_bytes=output_bytes + max(output_bytes, self.kept_backward_bytes),
@@ -134,34 +133,34 @@ class LayerProfile:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A layer's call or its backward, with what happened outside the layers since the event before."""
+    """A layer's call or its backward, with what happened outside the layers since the previous event."""
 
     is_backward: bool
     layer: int
     kind: Hashable
-    """Calls of one kind have one profile."""
+    """Calls of one kind share a profile."""
     live_bytes: int
-    """Alive outside when the call begins."""
+    """Bytes alive outside when the call begins."""
     peak_bytes: int
-    """The most alive outside since the event before."""
+    """Peak of bytes alive outside since the previous event."""
     costs: OpCosts
-    """Of what ran outside since the event before."""
+    """Costs of what ran outside since the previous event."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepProfile:
-    """A step on one batch: events in order, what follows the last one, and the profile of each kind of call."""
+    """A step on one batch: events in order, peak and costs after the last one, and the profile of each kind of call."""
 
     events: tuple[Event, ...]
     tail_peak_bytes: int
     tail_costs: OpCosts
     profiles: dict[Hashable, LayerProfile]
     token_tile: int = 0
-    """Tokens of a tile in the layers; 0 for none."""
+    """Tokens of a tile in the layers. 0 without tiles."""
     samples: int | None = None
-    """Samples of a piece of the batch, where the plan chose that layers run in pieces."""
+    """Samples of a piece of the batch, if the plan chose that layers run in pieces."""
     outside_seconds: float | None = None
-    """Measured: all that runs outside the layers from the step's begin to the first layer's backward, the loss above all."""
+    """Measured time outside the layers, the loss above all, from the step's begin to the first backward of a layer."""
     surely_fits: bool = False
     """Whether states and activations surely fit the device, so that no time was measured."""
     sums_loss: bool = False
@@ -175,7 +174,7 @@ class StepProfile:
 
     @property
     def largest_layer_bytes(self) -> int:
-        """The most that a recomputed layer takes in backward."""
+        """The largest peak of a recomputed layer's backward."""
         return max((profile.recomputed_bytes for profile in self.profiles.values()), default=0)
 
     @property

@@ -1,13 +1,13 @@
-"""The duration of a step under a placement, by arithmetic on its profile.
+"""Predicts the duration of a step under a placement, by arithmetic on its profile.
 
-It is a small simulation of the pipeline: the device's compute, the two directions of the link, and the host's optimizer, each
-a resource that does one thing at a time, over three steps of which the last counts. The optimizer and the link's copies share
-the host's memory: while the optimizer steps, copies go at a share of their speed. The optimizer's own speed is one that was
-measured beside copies of weights; while activations leave, ``Machine.step_share_beside_copies`` of it is left.
+A small simulation of the pipeline runs three steps, of which the last counts. Its resources do one thing at a time each: the
+device's compute, the two directions of the link, the host's optimizer, and the network. Optimizer and copies share the host's
+memory, so copies have a share of their speed while the optimizer steps. The optimizer's speed allows for copies of weights.
+While activations are offloaded, ``Machine.step_share_beside_copies`` of it remains.
 
-Of several ranks one is simulated. Gradients are exchanged before they go to the host, in the same order, and a rank copies and
-steps its share. Of several machines each sends the others their shares of what its ranks have added up, and gets as much;
-stepped weights come back in the same way. Its ranks divide both its network and what goes over it.
+One of several ranks is simulated. Gradients are exchanged before they are copied to the host, in the same order, and a rank
+copies and steps its share. Each of several machines sends the others their shares of its ranks' sums, and receives as much.
+Stepped weights return in the same way. A machine's ranks divide both its network's speed and its traffic.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from megatrain_accelerate.plan.step_memory import OpCosts
 from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepProfile
 
 _NORM_BYTES = 2
-"""Bytes a parameter that the device reads for the gradients' norm, which it takes apart from the step."""
+"""Bytes per parameter that the device reads for the gradients' norm, which it computes apart from the step."""
 
 _LOST_TO_EXCHANGE = 0.15
-"""Share of the device's compute that is lost while gradients are exchanged: collectives take some of its multiprocessors."""
+"""Share of the device's compute that is lost while gradients are exchanged: collectives occupy some multiprocessors."""
 
 
 class Resource:
-    """Does one thing at a time."""
+    """Does one thing at a time, in the order in which work is queued."""
 
     def __init__(self) -> None:
         self.free_at = 0.0
         self.busy = 0.0
-        """Seconds at work so far."""
+        """Seconds of work so far."""
         self.spans: list[tuple[float, float]] = []
-        """When it was at work; what follows at once is one span."""
+        """Begin and end of each stretch of work without a gap."""
 
     def work(self, seconds: float, not_before: float = 0.0) -> float:
-        """Queues work; returns when it is over."""
+        """Queues work. Returns when it ends."""
         start = max(self.free_at, not_before)
         self.free_at = start + seconds
         self.busy += seconds
@@ -52,13 +52,13 @@ class Resource:
         return self.free_at
 
     def wait_until(self, moment: float) -> float:
-        """What is queued from now on begins at this moment at the earliest; returns when it can begin."""
+        """Lets later work begin at this moment at the earliest. Returns when it can begin."""
         self.free_at = max(self.free_at, moment)
         return self.free_at
 
 
 def end_beside(spans: list[tuple[float, float]], start: float, seconds: float, share: float) -> float:
-    """When something is over that takes ``seconds`` alone, and goes at a share of that speed in these spans."""
+    """When work ends that takes ``seconds`` at full speed, and has a ``share`` of that speed within the ``spans``."""
     now, left = start, seconds
     for begin, end in spans[max(0, bisect.bisect(spans, (start,)) - 1) :]:
         if end <= now:
@@ -76,28 +76,29 @@ def end_beside(spans: list[tuple[float, float]], start: float, seconds: float, s
 
 
 class Link(Resource):
-    """One direction of the link: its speed, and what share of that is left while the optimizer works."""
+    """One direction of the link, which has a ``share`` of its speed while the optimizer works."""
 
     def __init__(self, bytes_per_second: float, share: float, optimizer: Resource) -> None:
         super().__init__()
         self._bytes_per_second, self._share, self._optimizer = bytes_per_second, share, optimizer
         self._of_steps = Resource()
-        """Copies for the steps of units whose states live on the device."""
+        """Copies for the steps of units whose states are on the device."""
 
     def copy_between(self, size_bytes: int, start: float) -> float:
-        """A copy that finds its place between queued ones: it takes the link's time, and waits for none."""
+        """Fits a copy between queued ones: it counts as busy time, but waits for none of them. Returns when it ends."""
         end = end_beside(self._optimizer.spans, start, size_bytes / self._bytes_per_second, self._share)
         self.busy += end - start
         return end
 
     def copy_of_step(self, size_bytes: int, not_before: float) -> float:
-        """A copy for a unit's step on the device, beside such a copy the other way, and behind those of earlier steps."""
+        """Queues a copy for a unit's step on the device, behind earlier steps' and beside one the other way. Returns when it
+        ends."""
         seconds = size_bytes / (self._bytes_per_second * self._share)
         self.busy += seconds
         return self._of_steps.work(seconds, not_before)
 
     def copy(self, size_bytes: int, not_before: float = 0.0, steps_first: bool = False) -> float:
-        """Queues a copy; returns when it is over. With ``steps_first`` it pauses during copies for steps on the device."""
+        """Queues a copy. Returns when it ends. With ``steps_first`` it pauses during copies for steps on the device."""
         start = max(self.free_at, not_before)
         end = self.copy_between(size_bytes, start)
         self.free_at = end_beside(self._of_steps.spans, start, end - start, 0.0) if steps_first else end
@@ -105,28 +106,28 @@ class Link(Resource):
 
 
 class Slots:
-    """So many slots for weights, which take turns: each is free when what used it last has computed."""
+    """Slots for weights. The slot that was used longest ago is filled next, once its last user has computed."""
 
     def __init__(self, count: int, link: Link) -> None:
         self._link = link
         self._users: dict[Hashable, float] = {object(): 0.0 for _ in range(count)}
-        """Until when each computes with its slot, the latest last; at first nobody has used them."""
+        """Until when each holder computes with its slot, in the order of use. Unused slots have dummy holders."""
 
     def filled_at(self, holder: Hashable, size_bytes: int, not_before: float) -> float:
-        """When the holder's weights are in a slot, the copy queued if they aren't yet; 0 if they are."""
+        """When the holder's weights are in a slot: 0 if they are already, else the end of a copy, which this queues."""
         if holder in self._users:
             return 0.0
         return self._link.copy(size_bytes, max(not_before, next(iter(self._users.values()))))
 
     def use(self, holder: Hashable, until: float) -> None:
-        """The holder computes with its slot until then."""
+        """Notes that the holder computes with its slot ``until`` then."""
         del self._users[holder if holder in self._users else next(iter(self._users))]
         self._users[holder] = until
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """A predicted step, in seconds: its duration and how long each resource is at work in it."""
+    """A predicted step in seconds: its duration, and how long each resource works in it."""
 
     seconds: float
     compute: float
@@ -137,13 +138,13 @@ class StepTime:
 
     @property
     def bound_by(self) -> str:
-        """The resource that is at work longest."""
+        """The resource that works longest."""
         names = ("compute", "H2D", "D2H", "host step", "network")
         return max(zip(names, dataclasses.astuple(self)[1:], strict=True), key=lambda busy: busy[1])[0]
 
 
 class _CallSeconds:
-    """Seconds of a call: what was measured, or else follows from the costs."""
+    """Seconds of a layer's call, measured or else estimated from its costs."""
 
     def __init__(self, profile: LayerProfile, machine: Machine) -> None:
         def known(measured: float | None, costs: OpCosts) -> float:
@@ -153,16 +154,16 @@ class _CallSeconds:
         self.kept_forward = known(profile.kept_forward_seconds, profile.forward)
         self.recompute = self.kept_forward if profile.recompute_seconds is None else profile.recompute_seconds
         self.backward = known(profile.backward_seconds, profile.backward)
-        """From what was kept."""
+        """Time of a backward that doesn't recompute."""
         self.attention = known(profile.attention_seconds, profile.attention)
-        """Of a forward, what isn't computed again where attention's results are kept."""
+        """Time of a forward that recompute saves if attention's results are kept."""
         forward = profile.forward.seconds(machine)
         self.experts = self.kept_forward * profile.experts.seconds(machine) / forward if forward else 0.0
-        """The same of the results of experts in parts: their share of the forward's costs."""
+        """Time of a forward that recompute saves if results of experts in parts are kept: their share of the costs."""
 
 
 class _Pipeline:
-    """The resources of one rank, and when each has done what a step asked of it so far."""
+    """The resources of one rank, and when each has done its work of the steps simulated so far."""
 
     def __init__(self, step_profile: StepProfile, model: Model, placement: Placement, machine: Machine) -> None:
         self.step_profile = step_profile.at(*placement.budgets)
@@ -171,7 +172,7 @@ class _Pipeline:
         events, measured = self.step_profile.events, self.step_profile.outside_seconds
         self.last_forward = max((i for i, event in enumerate(events) if not event.is_backward), default=-1)
         self.outside_seconds = [event.costs.seconds(machine) for event in events]
-        """Before each event."""
+        """Time outside the layers before each event."""
         if measured is not None:
             self.outside_seconds[: self.last_forward + 2] = [*[0.0] * (self.last_forward + 1), measured]
         self.sent = sent_bytes(step_profile, placement)
@@ -179,17 +180,17 @@ class _Pipeline:
         self.h2d = Link(machine.h2d_bytes, machine.h2d_share_in_step, self.host)
         self.d2h = Link(machine.d2h_bytes, machine.d2h_share_in_step, self.host)
         self.applied: dict[Hashable, float] = collections.defaultdict(float)
-        """When a layer, or a part of its experts by its place, was stepped."""
+        """When a layer was stepped, or a part of its experts: (layer, index of the part)."""
         self.before_at = self.after_at = 0.0
         self.may_arrive_at = 0.0
-        """When the gradients may come of the next unit that is stepped on the device."""
+        """When the gradients of the next unit that is stepped on the device may begin to arrive there."""
         self.slots, self.part_slots = Slots(model.slots, self.h2d), Slots(model.slots, self.h2d)
         self.gradients_out = collections.deque([0.0] * GRADIENT_SLOTS, GRADIENT_SLOTS)
-        """When the last gradients to leave were gone, of each slot."""
+        """When each gradient slot's last copy to the host ended, the earliest first."""
         self.step_bytes_per_second = machine.host_step_traffic * self._step_share()
 
     def _step_share(self) -> float:
-        """What is left of the host step's speed, by how much of its time activations leave."""
+        """Share of the host step's speed that remains, by the part of its time in which activations are offloaded."""
         model, placement, machine = self.model, self.placement, self.machine
         leaving_seconds = sum(self.sent) / (machine.d2h_bytes * machine.d2h_share_in_step)
         traffic = sum(unit.step_traffic for units in (model.layers, *model.parts.values(), model.groups) for unit in units)
@@ -198,7 +199,6 @@ class _Pipeline:
         return 1 - min(1.0, leaving_seconds / seconds if seconds else 0.0) * (1 - machine.step_share_beside_copies)
 
     def _weights_at(self, layer: int) -> float:
-        """When the layer's weights are on the device."""
         if layer in self.placement.on_device:
             return 0.0
         return self.slots.filled_at(layer, self.model.fetch_bytes(layer, self.placement), self.applied[layer])
@@ -228,12 +228,12 @@ class _Pipeline:
                 elif event.layer not in placement.inputs_offloaded:
                     again -= seconds.experts
                 elif event.layer in self.model.parts:
-                    # Results of experts aren't kept where inputs leave: all parts come once more to compute them again.
+                    # Experts' results aren't kept if inputs are offloaded: all parts are fetched once more to recompute them.
                     self._compute_call(event, again, ready)
                     again = 0.0
                 end = self._compute_call(event, again + seconds.backward, ready, is_last)
                 if not leaves:
-                    self._exchange(2 * unit.gradient_bytes, end)  # out in shares, and back as means
+                    self._exchange(2 * unit.gradient_bytes, end)  # sent as shares, received as means
                 else:
                     out = self._send_gradients(unit, end)
                     if is_last and self.model.steps_in_backward:
@@ -246,7 +246,7 @@ class _Pipeline:
                     self.compute.wait_until(self.after_at)
             if event.layer not in placement.on_device:
                 self.slots.use(event.layer, end)
-            # The next layer's weights are fetched before activations come back ahead of their time.
+            # The next layer's weights are fetched before activations are prefetched.
             ready = self._weights_at(events[position + 1].layer) if position + 1 < len(events) else 0.0
             if event.is_backward:
                 copies.bring_ahead(event.layer, issued_at)
@@ -258,9 +258,9 @@ class _Pipeline:
                 self.d2h.copy((unit.gradient_bytes + sum_bytes) // self.model.ranks, self.compute.free_at)
 
     def _compute_call(self, event: Event, seconds: float, ready: float, is_last: bool | None = None) -> float:
-        """A layer computes for ``seconds`` in all once its own weights are ``ready``; returns when it has. Experts that stream
-        in parts take even shares of it, in each piece of a batch. Of a backward, ``is_last`` says whether it is the last
-        before a step; it is None for a forward."""
+        """Computes a layer for ``seconds`` in all once its own weights are ``ready``. Returns when that ends. Experts in parts
+        take equal shares of the time, in each piece of a batch. ``is_last`` says whether a backward is the last before a step.
+        It is None for a forward."""
         parts = self.model.parts.get(event.layer, ())
         if not parts:
             return self.compute.work(seconds, ready)
@@ -276,15 +276,14 @@ class _Pipeline:
                 if is_last is not None and part.gradient_bytes:
                     out = self._send_gradients(part, end, is_added=piece > 0, is_part=True)
         if is_last and self.model.steps_in_backward and any(part.gradient_bytes for part in parts):
-            # One step of all, when the last gradients have come.
+            # All parts are stepped when the last gradients have arrived.
             for part in parts:
                 out = self._step_unit(part, out)
             self.applied.update((key, out) for key, _ in keyed)
         return end
 
     def _exchange(self, size_bytes: int, computed_at: float) -> float:
-        """All ranks send so many bytes to the others, on the stream of copies to the host, and then over the network; returns
-        when they have arrived."""
+        """All ranks send ``size_bytes`` to the others, on the d2h stream, then over the network. Returns when that is over."""
         if self.model.ranks == 1:
             return computed_at
         seconds = size_bytes / self.model.exchange_bytes
@@ -292,32 +291,31 @@ class _Pipeline:
         return self.d2h.wait_until(self._over_network(size_bytes, self.d2h.work(seconds, computed_at)))
 
     def _over_network(self, size_bytes: int, not_before: float) -> float:
-        """A machine sends the others' shares of so many bytes, and gets as many; returns when they have arrived."""
+        """A machine sends the others their shares of ``size_bytes``, and receives as many. Returns when they have arrived."""
         model = self.model
         if model.machines == 1:
             return not_before
         return self.network.work(size_bytes * (1 - 1 / model.machines) / model.network_bytes, not_before)
 
     def _send_gradients(self, unit: UnitSizes, computed_at: float, is_added: bool = False, is_part: bool = False) -> float:
-        """A unit's gradients go to the host, ``is_added`` to some of the same backward; returns when they are there. A part of
-        experts is nearly one rank's alone (``is_part``): that one gets what all others send, and copies all of it to the host.
-        At best other ranks' parts are exchanged meanwhile, so that a part counts as the mean of a whole copy and a share's."""
+        """Copies a unit's gradients to the host, to be added to others of the backward if ``is_added``. Returns when the copy
+        ends. One rank steps nearly all of a part of experts (``is_part``): it receives what others send, and copies all of it.
+        At best, other ranks' parts are exchanged meanwhile, so a part counts as the mean of a whole copy and a share's."""
         ranks, size_bytes = self.model.ranks, unit.gradient_bytes
         exchanged_at = self._exchange(size_bytes * (ranks if is_part else 1), computed_at)
         out = self.d2h.copy(size_bytes * ((ranks + 1) if is_part else 2) // (2 * ranks), exchanged_at)
         self.gradients_out.append(out)
         if is_added or self.model.micro_batches > 1:
-            # Added to those before: 6 bytes a parameter, 10 with the sums' residuals.
+            # The addition moves 6 bytes per parameter, 10 with the sums' residuals.
             self.host.work(unit.parameters * (10 if unit.sum_bytes else 6) / ranks / self.machine.host_step_traffic, out)
         return out
 
     def _step_unit(self, unit: UnitSizes, not_before: float, on_device: bool = False) -> float:
-        """The host steps this rank's share of a unit, or the device does; returns when it has, and other machines' shares have
-        come."""
+        """Steps this rank's share of a unit, on the host or ``on_device``. Returns when other machines' shares are there."""
         traffic, size_bytes = unit.step_traffic / self.model.ranks, unit.gradient_bytes // self.model.ranks
         if on_device:
-            # Gradients come from the host, the device steps, and as many bytes of weights leave. The host's thread waits for
-            # that, and isn't busy. In a backward the next unit's gradients come after it, else once this step has begun.
+            # Gradients are copied to the device, which steps, and as many bytes of weights are copied back. The host's thread
+            # waits without being busy. The next unit's gradients follow when this step begins or, in a backward, when it ends.
             seconds = traffic / self.machine.device_bytes
             self.compute.work(seconds)
             arrived = self.h2d.copy_of_step(size_bytes, max(self.may_arrive_at, not_before))
@@ -329,7 +327,7 @@ class _Pipeline:
         return self._over_network(unit.gradient_bytes, stepped)  # weights have as many bytes
 
     def step(self) -> None:
-        """Called when every gradient is on the host: what ``optimizer.step()`` does."""
+        """What ``optimizer.step()`` does. Called when every gradient is on the host."""
         model, placement = self.model, self.placement
         now = self.compute.wait_until(self.d2h.free_at)
         self.before_at = self._step_and_push(model.groups_before, now)
@@ -345,8 +343,8 @@ class _Pipeline:
         self.compute.work(stepped_bytes / self.machine.device_bytes)
 
     def _step_and_push(self, units: Sequence[UnitSizes], now: float) -> float:
-        """Steps groups whose states live on the host; returns when their weights are on the device. Where layers have states
-        on the device, these groups' are stepped there too. Their weights are sent while layers are stepped."""
+        """Steps resident groups that live on the host. Returns when their new weights are on the device. If any layers are
+        stepped on the device, so are these groups. Their weights are sent while layers are stepped."""
         if self.placement.groups_on_device:
             return now
         comes, model = bool(self.placement.states_on_device), self.model
@@ -361,7 +359,7 @@ class _Pipeline:
 
 
 class _ActivationCopies:
-    """The copies of a forward's activations to the host and back, as ``ActivationOffloader`` issues them."""
+    """Simulates copies of a forward's activations to the host and back, as ``ActivationOffloader`` issues them."""
 
     def __init__(self, pipeline: _Pipeline) -> None:
         self._pipeline = pipeline
@@ -373,25 +371,25 @@ class _ActivationCopies:
         self._back: dict[int, float] = {}
 
     def make_room(self) -> None:
-        """The next call begins: at most one earlier call's activations may still be leaving, and it is near enough."""
+        """Begins the next call. Compute waits until one earlier call at most, within the spacing, still has copies out."""
         self._call += 1
         while len(self._leaving) > 1 or (self._leaving and self._leaving[0] < self._call - self._spacing):
             self._pipeline.compute.wait_until(self._gone[self._leaving.popleft()])
 
     def leave(self, computed_at: float) -> None:
-        """The call's activations begin to leave."""
+        """Queues the copy of the call's activations to the host."""
         if sent := self._pipeline.sent[self._call]:
             self._gone[self._call] = self._pipeline.d2h.copy(sent, computed_at, steps_first=True)
             self._leaving.append(self._call)
 
     def back_at(self, layer: int, issued_at: float) -> float:
-        """When the activations are back of a layer whose backward is issued when compute gets to ``issued_at``."""
+        """When a layer's activations are on the device again, if its backward is issued at ``issued_at``."""
         call = self._last_call[layer]
         self._bring_back(call, issued_at)
         return self._back.get(call, 0.0)
 
     def bring_ahead(self, layer: int, issued_at: float) -> None:
-        """Activations of the next layers in backward begin to come back."""
+        """Queues the copies back of activations of the next layers in backward."""
         call = self._last_call[layer]
         for ahead in range(call - 1, max(-1, call - self._spacing - 1), -1):
             self._bring_back(ahead, issued_at)
@@ -402,7 +400,7 @@ class _ActivationCopies:
 
 
 def simulate_step(step_profile: StepProfile, model: Model, placement: Placement, machine: Machine) -> StepTime:
-    """The duration of a step in the steady state, and how long each resource is at work in it."""
+    """Predicts the duration of a step in the steady state, and how long each resource works in it."""
     pipeline = _Pipeline(step_profile, model, placement, machine)
     resources = (pipeline.compute, pipeline.h2d, pipeline.d2h, pipeline.host, pipeline.network)
     for _ in range(3):

@@ -1,5 +1,5 @@
-"""How the layers of a step run: on the whole batch, or, where no step on it fits, on the largest pieces that do, compiled as
-ever; or by tiles of tokens, which aren't compiled, for sequences of which even one is too long."""
+"""Chooses how the layers of a step run. They run on the whole batch if that fits, else on the largest pieces of it that fit,
+compiled as ever. Where even one sequence is too long, they run by tiles of tokens, which aren't compiled."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatrain_accelerate.plan.placement_search import Candidate, PlacementSearc
 from megatrain_accelerate.plan.step_profile import StepProfile
 
 LONG_TOKENS = 65536
-"""From a sequence of this length on tiles are weighed against whole sequences where both fit: what a layer keeps by tiles is
-little, so that more layers need no recompute. Of shorter ones a layer is compiled and faster whole."""
+"""From this sequence length on, tiles are compared with whole sequences if both fit: a layer with tiles keeps little, so that
+fewer layers are recomputed. On shorter sequences a whole layer is faster, since it is compiled."""
 
 _SAMPLES_APART = ("torch", "transformers", "peft", "liger_kernel")
 """Packages whose layers are known to compute each sample of a batch for itself."""
@@ -25,15 +25,15 @@ _SAMPLES_APART = ("torch", "transformers", "peft", "liger_kernel")
 
 @contextlib.contextmanager
 def layers_run(runtime: StreamingRuntime, samples: int | None, token_tile: int) -> Iterator[None]:
-    """Layers run in the body on pieces of so many samples (None: whole batches), by tiles of so many tokens (0: whole)."""
+    """In the body, layers run on pieces of so many samples (None: as settings ask), by tiles of so many tokens (0: none)."""
     with replaced(runtime.batch_cut, "chosen", samples), replaced(runtime, "token_tile", token_tile):
         yield
 
 
 class WayChoice:
-    """Chooses how the layers of one step on so many ``samples`` run, as far as ``micro_batch_size`` and ``token_tile`` of the
-    settings leave a choice. The runtime is left as it was. ``step_profile`` makes the profile of the step as the runtime would
-    run it now; ``search`` searches for a placement by such a profile."""
+    """Chooses how the layers of one step on so many ``samples`` run, as far as the settings ``micro_batch_size`` and
+    ``token_tile`` leave a choice. The runtime is left as it was. ``step_profile`` profiles the step as the runtime is set to
+    run it, and ``search`` makes the search for its placement."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class WayChoice:
         self._may_cut = may_cut(runtime, config)
 
     def best(self) -> tuple[StepProfile, Candidate | None]:
-        """The profile of the fastest way that fits, and the fastest placement by it; where none does, the profile of the way
-        that takes the least memory, and None."""
+        """The profile of the fastest way that fits, and its fastest placement. If no way fits, the profile of the one that
+        takes the least memory, and None."""
         whole, by_whole = self._fastest(self._tile or 0)
         is_short = all(profile.length < LONG_TOKENS for profile in whole.profiles.values())
         if self._tile is not None or (by_whole is not None and is_short):
@@ -66,9 +66,9 @@ class WayChoice:
     def measured(
         self, step_profile: StepProfile, measure: Callable[[StepProfile], StepProfile]
     ) -> tuple[StepProfile, StepProfile]:
-        """Measures a step by the way of ``step_profile``, or, where that doesn't fit, by the next that takes less memory:
-        kernels have workspaces that a run without data doesn't see (of attention's backward several times the hidden states).
-        Returns the profile and what was measured of it; raises a ``torch.OutOfMemoryError`` where a layer fits by no way."""
+        """Measures a step in the way of ``step_profile``, or, if it doesn't fit, in the next way that takes less memory: fake
+        runs don't see workspaces of kernels (attention's backward allocates several times the hidden states). Returns the
+        profile as estimated and as measured. Raises a ``torch.OutOfMemoryError`` if a layer fits in no way."""
         found: tuple[StepProfile, StepProfile] | None = None
         error = torch.OutOfMemoryError()
         for leaner in self._ever_leaner(step_profile):
@@ -78,7 +78,7 @@ class WayChoice:
                 if self._search(found[1]).something_fits:
                     break
             except torch.OutOfMemoryError as raised:
-                error = raised.with_traceback(None)  # whose frames hold tensors
+                error = raised.with_traceback(None)  # the traceback's frames hold tensors
         if found is None:
             raise error
         return found
@@ -88,7 +88,7 @@ class WayChoice:
             return self.step_profile()
 
     def _fastest(self, tile_tokens: int) -> tuple[StepProfile, Candidate | None]:
-        """The whole batch if that fits, else the largest pieces that do, and the best placement; else the smallest pieces."""
+        """The whole batch or else the largest pieces that fit, with the best placement. If none fit, the smallest and None."""
         for found in self._whole_and_in_pieces(self._profiled(None, tile_tokens)):
             best = self._search(found).best()
             if best is not None:
@@ -96,14 +96,14 @@ class WayChoice:
         return found, best
 
     def _whole_and_in_pieces(self, step_profile: StepProfile) -> Iterator[StepProfile]:
-        """The step itself, then in pieces of half as many samples, of a quarter and so on, while that takes less memory."""
+        """Yields the profile, then those of pieces of half the samples, a quarter and so on, while they take less memory."""
         yield step_profile
         samples = step_profile.samples or self._samples
         while self._may_cut and samples > 1:
             samples = -(-samples // 2)
             try:
                 pieces = self._profiled(samples, step_profile.token_tile)
-            except Exception:  # a batch that can't be cut: the whole one has been profiled
+            except Exception:  # the batch can't be cut: whole it was profiled without an error
                 return
             if pieces.largest_layer_bytes >= step_profile.largest_layer_bytes:
                 return
@@ -111,21 +111,21 @@ class WayChoice:
             yield pieces
 
     def _ever_leaner(self, step_profile: StepProfile) -> Iterator[StepProfile]:
-        """The profile itself, then those of other ways, each of which takes less memory than all before."""
+        """Yields the profile, then those of other ways, each of which takes less memory than all before."""
         least_bytes = 0
         for leaner in self._whole_and_in_pieces(step_profile):
             least_bytes = leaner.largest_layer_bytes
             yield leaner
         if self._tile is None and not step_profile.token_tile:
-            # Tiles take as much where no part is longer than a tile, or none is token-wise; and they aren't compiled.
+            # If tiles save no memory (short sequences, no token-wise parts), whole layers are better: they are compiled.
             for leaner in self._whole_and_in_pieces(self._profiled(None, AUTO_TILE_TOKENS)):
                 if leaner.largest_layer_bytes < least_bytes:
                     yield leaner
 
 
 def may_cut(runtime: StreamingRuntime, config: MegatrainConfig) -> bool:
-    """Whether layers may run on pieces of a batch that nobody asked for: each must be known to compute each sample for itself.
-    Experts with a capacity let all tokens of a batch compete for it; experts in parts would be fetched for each piece."""
+    """Whether layers may run in pieces that no setting asks for: all must be known to compute each sample by itself. Not where
+    experts have a capacity, for which all tokens of a batch compete, nor with experts in parts, fetched for each piece."""
     if config.micro_batch_size is not None or runtime.experts:
         return False
     kinds = {type(module): module for layer in runtime.layers for module in layer.module.modules()}

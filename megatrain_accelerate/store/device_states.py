@@ -1,9 +1,9 @@
-"""States on the device: those of a process's share of a unit, which it steps there while the unit stays on the host.
+"""States on the device: this process's share of a unit's states, which are stepped there while the unit stays on the host.
 
-Each of several ranks has its share alone, so that states of a model which are too large for one GPU fit all of them together,
-as with ZeRO (arXiv 1910.02054). For a step gradients are copied to the device, and the stepped weights back to the host, from
-where any rank can fetch them. Ranks that gather weights each give the share that is on their own device. Residuals and moments
-on the host aren't valid meanwhile, until :meth:`DeviceStates.leave`.
+Each of several ranks has its share alone, so that states that are too large for one GPU fit all of them together, as with ZeRO
+(arXiv 1910.02054). A step copies gradients to the device and stepped weights back to the host, from where any rank can fetch
+them. When ranks gather weights, each contributes the share on its own device. Meanwhile residuals and moments on the host are
+stale, until :meth:`DeviceStates.leave`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megatrain_accelerate.store.segments import FlatStates, Segment, step_segmen
 
 
 class StepDevice:
-    """Where units' shares are stepped: the device, its kernels and streams, and buffers on the device for gradients. Steps run
-    one at a time: the step worker waits for each. Meanwhile the gradients of the next one come, on a stream of their own.
-    ``streams``: see :class:`~megatrain_accelerate.transfer.streams.Streams`."""
+    """Where shares are stepped: a device, its kernels and streams, and buffers for gradients. Steps run one at a time, since
+    the step worker waits for each. Meanwhile the next step's gradients are copied on a stream of their own. ``streams``: see
+    :class:`~megatrain_accelerate.transfer.streams.Streams`."""
 
     def __init__(self, kernels: StepKernels, host_kernels: HostKernels, streams: Any, shares: Iterable[Share]) -> None:
         self.device, self.kernels, self.host_kernels, self.streams = streams.device, kernels, host_kernels, streams
@@ -41,13 +41,13 @@ class StepDevice:
         self.expected: collections.deque[torch.Tensor] = collections.deque()
         """Gradients on the host, in the order of steps. Nobody writes to them before their step is over."""
         self._coming: torch.Tensor | None = None
-        """Those on the host whose copy is in ``_next_buffer``, or on its way there; None if there are none."""
+        """The gradients on the host whose copy to ``_next_buffer`` was issued. None if there are none."""
         self._arrived_event = streams.event()
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Runs the body on the step stream, for one thread at a time, and waits for the stream in the end."""
+        """Runs the body on the step stream, for one thread at a time, and waits for the stream at the end."""
         with self._lock:
             try:
                 with self.streams.on(self.streams.step_stream):
@@ -56,10 +56,10 @@ class StepDevice:
                 self.streams.step_stream.synchronize()
 
     def arrived(self, gradients: torch.Tensor) -> torch.Tensor:
-        """These gradients on the device: what is issued to the step stream from now on sees them."""
+        """These gradients on the device, for work that is issued to the step stream after this call."""
         if any(other is gradients for other in self.expected):
             while self.expected.popleft() is not gradients:
-                continue  # of a step that was called for, and not applied
+                continue  # of a step that was announced but not applied
         if self._coming is not gradients:
             self._bring(gradients)
         self.streams.step_stream.wait_event(self._arrived_event)
@@ -68,8 +68,8 @@ class StepDevice:
         return self._buffer[: gradients.numel()]
 
     def bring_next(self) -> None:
-        """The gradients that are expected next begin to come. Called behind the launch of a step's kernels, which copies a
-        small table to the device: that would otherwise wait behind these gradients."""
+        """Issues the copy of the gradients that are expected next. Called after the launch of a step's kernels, which copies a
+        small table to the device: that copy would otherwise wait behind these gradients."""
         if self.expected:
             self._bring(self.expected[0])  # WAR: the last step that read the other buffer is over
 
@@ -81,19 +81,18 @@ class StepDevice:
 
 
 class DeviceStates:
-    """A share's weights, residuals and moments on the device. The step worker steps them. :meth:`leave` may be called by any
-    thread, while no step of the unit is queued."""
+    """A share's weights, residuals and moments on the device, which the step worker steps. Any thread may call :meth:`leave`
+    while no step of the unit is queued."""
 
     def __init__(self, layout: FlatLayout, share: Share, moments_dtype: torch.dtype, where: StepDevice) -> None:
         self._layout, self._share, self._where = layout, share, where
         self._is_current = False
-        """True from a step to the next :meth:`leave`. While False the host's states are valid, and the next step copies them
-        here first."""
+        """True from a step to the next :meth:`leave`. While it is False the host's states are valid, and the next step first
+        copies them to the device."""
         self.read_event = where.streams.event()
-        """Recorded by whoever has copied what :meth:`weights_of` returned; the next step waits for it (WAR)."""
+        """Recorded by whoever issued copies of what :meth:`weights_of` returned. The next step waits for it (WAR)."""
         self._shown_versions: dict[int, int] = {}
-        """``_version`` of each tensor that shows the host's states to the user, by ``id``, as first seen since the last
-        :meth:`leave`."""
+        """``_version``, by ``id``, of each tensor that shows the user the host's states, as first seen since :meth:`leave`."""
         count, device = share.end - share.begin, where.device
         self._weights = torch.empty(share.end_byte - share.begin_byte, dtype=torch.uint8, device=device)
         self._residuals = torch.empty(share.split_elements, dtype=torch.int16, device=device)
@@ -101,8 +100,8 @@ class DeviceStates:
         self.size_bytes = sum(state.nbytes for state in (self._weights, self._residuals, *self._moments))
 
     def refuse_written(self, name: str, states: Iterable[ParameterState]) -> None:
-        """Raises a ``StateError`` where somebody wrote to these parameters' residuals and moments, which an optimizer's state
-        shows, while those on the device are valid. Called when a step is taken."""
+        """Raises a ``StateError`` if somebody wrote to these parameters' residuals or moments in the optimizer's state while
+        those on the device are valid. Called when a step is taken."""
         shown = (tensor for state in states for tensor in (state.residual, *(state.moments or ())) if tensor is not None)
         versions = {id(tensor): tensor._version for tensor in shown}
         before = self._shown_versions
@@ -114,25 +113,24 @@ class DeviceStates:
         before.update(versions)
 
     def expect(self, host: FlatStates) -> torch.Tensor:
-        """A step is about to be queued, and its gradients are on the host: they may come to the device before it runs. Returns
-        them, for :meth:`step`."""
+        """Announces a step whose gradients are on the host, so that their copy to the device can begin. Returns them."""
         assert host.gradients is not None
         expected = host.gradients[self._share.bytes]
         self._where.expected.append(expected)
         return expected
 
     def weights_of(self, part: slice) -> tuple[slice, torch.Tensor] | None:
-        """The bytes of this part of the unit's weights that are on the device, and their place. To be called while no step of
-        the unit is queued; whoever copies them records :attr:`read_event`. None if the share has none of the part, or while
-        the host's states are valid: somebody may have written to the weights there."""
+        """Which bytes of this range of the unit's weights are on the device, and the bytes. None if the share has none of
+        them, or while the host's states are valid, since somebody may have written to the weights there. Call it while no step
+        of the unit is queued, and record :attr:`read_event` after the copies."""
         begin, end = max(part.start, self._share.begin_byte), min(part.stop, self._share.end_byte)
         if not self._is_current or begin >= end:
             return None
         return slice(begin, end), self._weights[begin - self._share.begin_byte : end - self._share.begin_byte]
 
     def step(self, host: FlatStates, segments: Sequence[Segment], expected: torch.Tensor | None) -> None:
-        """Steps the segments, which lie in the share. ``host`` are the states of the whole unit on the host; the gradients are
-        those that :meth:`expect` returned, or the host's. The stepped weights are on the host, too, when this returns."""
+        """Steps the segments, which are in the share. ``host`` has the unit's states on the host. The gradients are those that
+        :meth:`expect` returned, or with None the host's. When this returns the stepped weights are on the host, too."""
         share, where = self._share, self._where
         assert host.gradients is not None
         on_host = host.gradients[share.bytes] if expected is None else expected
@@ -147,23 +145,23 @@ class DeviceStates:
                 assert host.gradient_residuals is not None
                 sums = where.sums[: 2 * share.split_elements].view(torch.int16)
                 of_host = host.gradient_residuals[share.begin : share.begin + share.split_elements]
-                copy_bytes(sums, of_host, where.host_kernels)  # at once, since they aren't page-locked
+                copy_bytes(sums, of_host, where.host_kernels)  # synchronous, since they aren't page-locked
             own = FlatStates(share.begin, self._weights, self._residuals, self._moments, gradients, sums)
             step_segments(self._layout, own, segments, where.kernels)
             where.bring_next()
             host.weights[share.bytes].copy_(self._weights, non_blocking=True)
 
     def leave(self, host: FlatStates) -> None:
-        """Makes the share's residuals and moments on the host valid: they may be read and written until the next step."""
+        """Copies the share's residuals and moments to the host, where they may be read and written until the next step."""
         with self._where.at_work():
             if self._is_current:
-                for here, there in self._pairs(host)[1:]:  # the weights are there
+                for here, there in self._pairs(host)[1:]:  # each step has copied the weights
                     copy_bytes(there, here, self._where.host_kernels)
                 self._is_current = False
             self._shown_versions = {}
 
     def _pairs(self, host: FlatStates) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each of these states, and its place on the host; the weights first."""
+        """Pairs of each state on the device and its range on the host. The weights come first."""
         begin, count = self._share.begin, self._share.end - self._share.begin
         residuals = host.residuals[begin : begin + self._residuals.numel()]
         moments = zip(self._moments, host.moments.run(begin, count), strict=True)

@@ -1,5 +1,5 @@
-"""Weights that lie in mapped files, as ``from_pretrained`` maps safetensors: which pages they are, reading them ahead, and
-letting go of them. Advice to the kernel is only advice: where it isn't followed, nothing but speed changes."""
+"""Weights in memory-mapped files, as ``from_pretrained`` maps safetensors: finds their pages, reads them ahead and pages them
+out. This is advice to the kernel. Where it isn't followed only speed changes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 from megatrain_accelerate.pages import libc
 from megatrain_accelerate.units import round_up
 
-_MADV_PAGEOUT = 21  # Linux 5.4: gives clean pages back; what was written to is kept
+_MADV_PAGEOUT = 21  # Linux 5.4: releases clean pages, keeps those that were written to
 
 PageRange = tuple[int, int]
-"""First address and end of some whole pages."""
+"""Start and end address of some whole pages."""
 
 
 class FileMappings:
-    """The files that this process has mapped at the moment when this is made; none where the system doesn't tell."""
+    """The files that this process has mapped when this object is made. Empty if the system doesn't tell."""
 
     def __init__(self) -> None:
         self._files: list[PageRange] = []
@@ -33,12 +33,12 @@ class FileMappings:
                     self._files.append((start, end))
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's memory is a file's."""
+        """Whether the tensor's memory is in a mapped file."""
         place = bisect.bisect_right(self._files, tensor.data_ptr(), key=operator.itemgetter(0)) - 1
         return place >= 0 and tensor.data_ptr() < self._files[place][1]
 
     def pages(self, tensors: Iterable[torch.Tensor]) -> list[PageRange]:
-        """The pages of those tensors that lie in files, adjacent ones as one range. A page that two tensors share counts."""
+        """Pages of those tensors that are in mapped files, shared pages included. Adjacent ones are one range."""
         found: list[PageRange] = []
         inside = (tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.nbytes and self.holds(tensor))
         for start, size in sorted((tensor.data_ptr(), tensor.nbytes) for tensor in inside):
@@ -51,18 +51,18 @@ class FileMappings:
 
 
 def read_ahead(ranges: Sequence[PageRange]) -> None:
-    """Starts reading the pages from disk. Returns before they are there."""
+    """Starts to read the pages from disk, without waiting for them."""
     for start, end in ranges:
         libc.madvise(start, end - start, mmap.MADV_WILLNEED)
 
 
 def page_out(ranges: Sequence[PageRange]) -> None:
-    """Gives the memory of the pages back now. Whoever reads them again finds the same values, from disk."""
+    """Releases the memory of the pages. Whoever reads them again gets the same values, from disk."""
     for start, end in ranges:
         libc.madvise(start, end - start, _MADV_PAGEOUT)
 
 
 def trim_heap() -> None:
-    """Gives freed memory that the C library holds back to the system: that of tensors too small for mappings of their own."""
+    """Returns freed memory that the C library holds to the system: that of tensors too small for mappings of their own."""
     with contextlib.suppress(AttributeError):  # another C library than glibc
         libc.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""How much host memory this process may still take: the machine's, the cgroup's, or the user's figure."""
+"""How much host memory this process may still allocate, by the machine's, the cgroup's or the user's limit."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megatrain_accelerate.store.file_mappings import FileMappings
 from megatrain_accelerate.units import GIB, KIB
 
 CONSTANT_OVERHEAD_BYTES = 2 * GIB
-"""Host memory outside the store that a plan allows for: the interpreter, torch, CUDA's context and libraries."""
+"""Host memory that a plan reserves outside the store: for the interpreter, torch, CUDA's context and libraries."""
 
 _MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 2.06}
-"""Of AdamW's moments, a parameter."""
+"""Bytes of AdamW's moments for each parameter, by ``moments_dtype``."""
 
 promising: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Engines' runtimes that will take ``promised_bytes`` of host memory later, which count as taken already."""
+"""Engines' runtimes that will allocate ``promised_bytes`` of host memory later. These count as taken already."""
 
 
 def _promised_bytes() -> int:
@@ -33,7 +33,6 @@ def _promised_bytes() -> int:
 
 
 def _read(path: Path) -> str:
-    """The text of a file of the kernel's; nothing where it can't be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -43,8 +42,8 @@ def _read(path: Path) -> str:
 def cgroup_available_bytes(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup"), *, counts_cache: bool = True
 ) -> int | None:
-    """Free memory of the tightest cgroup above this process (version 2 or 1), or None without a limit. Page cache, which is
-    given back when memory is needed, is free if it ``counts_cache``."""
+    """Free memory of the tightest cgroup above this process (version 2 or 1), or None without a limit. With ``counts_cache``
+    page cache is free, since it is given back when memory is needed."""
     free: list[int] = []
     for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -55,7 +54,7 @@ def cgroup_available_bytes(
         else:
             continue
         group = base / path.strip("/")
-        # Inside a container the path may name a group of the host that isn't mounted; its root is then ours.
+        # In a container the path may name a group of the host that isn't mounted. The root is then this process's group.
         for folder in (group, *group.parents):
             limit, usage = _read(folder / limit_name), _read(folder / usage_name)
             if limit.isdigit() and usage.isdigit() and int(limit) < 1 << 60:
@@ -68,15 +67,15 @@ def cgroup_available_bytes(
 
 
 def process_bytes(field: str) -> int:
-    """A size of this process in /proc/self/status; 0 where there is none."""
+    """A field of /proc/self/status in bytes, 0 if there is none."""
     fields = dict(line.split(":", 1) for line in _read(Path("/proc/self/status")).splitlines())
     return KIB * int(fields.get(field, "0").split()[0])
 
 
 def available_host_bytes(host_memory_gib: float | None = None) -> int:
-    """Bytes that this process may still allocate, besides those that its models were promised and haven't made yet.
-    ``host_memory_gib``: the user's figure for the whole process; some virtual machines report less than they can grow to."""
-    if host_memory_gib is not None:
+    """Bytes that this process may still allocate, without those that were promised to its models. ``host_memory_gib``: the
+    user's limit for the whole process. Without it ``LOCAL_WORLD_SIZE`` processes share equally what the machine reports."""
+    if host_memory_gib is not None:  # some virtual machines report less than they can grow to
         # Pages of files that the process maps are cache.
         held = psutil.Process().memory_info().rss - process_bytes("RssFile")
         return max(0, int(host_memory_gib * GIB) - held - _promised_bytes())
@@ -87,22 +86,22 @@ def available_host_bytes(host_memory_gib: float | None = None) -> int:
 
 
 def unused_host_bytes() -> int:
-    """Bytes that can be had without anything being given back: neither promised, nor in use, be it as cache."""
+    """Bytes of host memory that are neither promised nor in use, not even as page cache."""
     unused: int = psutil.virtual_memory().free
     cgroup = cgroup_available_bytes(counts_cache=False)
     return (unused if cgroup is None else min(unused, cgroup)) - _promised_bytes()
 
 
 def anonymous_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of those host tensors whose memory is given back when they die: not of weights that ``from_pretrained`` maps from
-    a file, whose pages are cache, which is free already."""
+    """Bytes of those host tensors whose memory is freed when they die. Weights that ``from_pretrained`` maps from a file don't
+    count: their pages are cache, which counts as free already."""
     files = FileMappings()
     return sum(tensor.nbytes for tensor in tensors if not files.holds(tensor))
 
 
 def leaner_settings(config: MegatrainConfig, *, keeps_gradients: bool) -> list[dict[str, Any]]:
-    """Sets of changed settings that take less host memory: an empty one, then those that change numbers least. Gradients may
-    not pass where it ``keeps_gradients``, since several backwards come before a step, or several processes train."""
+    """Sets of changed settings that take less host memory: first an empty one, then those that change numbers least. With
+    ``keeps_gradients`` (several backwards before a step, or several processes) gradients may not pass."""
     dtypes, found = list(_MOMENT_BYTES), []
     for moments in dtypes[dtypes.index(config.moments_dtype) :]:
         for gradients in dict.fromkeys((config.host_gradients, "passing")):
@@ -115,7 +114,7 @@ def leaner_settings(config: MegatrainConfig, *, keeps_gradients: bool) -> list[d
 
 
 def settings_that_take_less(config: MegatrainConfig, *, keeps_gradients: bool) -> str:
-    """For :func:`require_host_bytes`: a sentence of those among the :func:`leaner_settings` that change one setting."""
+    """A sentence for :func:`require_host_bytes`, with those :func:`leaner_settings` that change a single setting."""
     found = []
     for changes in leaner_settings(config, keeps_gradients=keeps_gradients):
         if changes == {"host_gradients": "passing"}:
@@ -130,10 +129,10 @@ def settings_that_take_less(config: MegatrainConfig, *, keeps_gradients: bool) -
 def require_host_bytes(
     parts: dict[str, int], host_memory_gib: float | None, *, freed: int = 0, remedy: str = "", ranks: int = 1
 ) -> None:
-    """Refuses a run that doesn't fit, before anything is allocated: a ``HostMemoryError`` with the numbers and the ``remedy``,
-    a sentence of what helps in this case. ``parts``: bytes that the store will take, by what they are for; ``freed``: bytes of
-    the model's own memory that adopting it gives back, see :func:`anonymous_bytes`; ``ranks``: how many share the store, each
-    of which may take as much of it as of the machine."""
+    """Raises a ``HostMemoryError`` for a run that doesn't fit, before anything is allocated, with the numbers and the
+    ``remedy``, a sentence of what helps. ``parts``: bytes that the store will take, by purpose. ``freed``: bytes of the
+    model's own memory that adopting it frees, see :func:`anonymous_bytes`. ``ranks``: how many processes share store and
+    machine equally."""
     available = available_host_bytes(host_memory_gib)
     parts = {name: count // ranks for name, count in parts.items()}
     required = sum(parts.values())

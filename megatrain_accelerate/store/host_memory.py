@@ -1,8 +1,8 @@
-"""Exact, huge-page-backed, registered host memory, and memory of the device with the same interface.
+"""Exact, huge-page-backed, registered host memory, and device memory with the same interface.
 
-torch's caching host allocator rounds each pinned block up to a power of two, which wastes up to half of a store that
-fills the machine. Here memory is mapped to the page, advised to use huge pages, and registered with the driver. What isn't
-registered, since nothing streams from it yet, is copied on all threads.
+torch's caching host allocator rounds each pinned block up to a power of two, which wastes up to half of a store that fills the
+machine. Here memory is mapped in whole pages, advised to use huge pages, and registered with the CUDA driver. Memory that
+isn't registered, since nothing streams from it yet, is copied on all host threads.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from megatrain_accelerate.pages import Pages, map_pages
 from megatrain_accelerate.units import MIB, format_bytes, round_up
 
 STAGED_BYTES = 32 * MIB
-"""Of each of two buffers: a copy that takes a millisecond or more, beside which it costs nothing to issue it."""
+"""Size of each of two staging buffers. Its copy takes a millisecond or more, beside which issuing it costs nothing."""
 
 
 def _unregister(address: int, mapping: Pages) -> None:
-    # `mapping` is held so that the pages are unmapped only after the driver let go of them.
+    # `mapping` is an argument so that the pages aren't unmapped before the driver has released them.
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class HostMemory:
-    """One mapping of host memory, of whole pages: anonymous, or (``shared``) one that other ranks have, too. Owner: who made
-    it. Tensors made by :meth:`tensor` keep it alive, as ordinary pageable memory after :meth:`close`. ``register``: page-lock
-    it for the current CUDA device. A ``HostMemoryError`` with size and remedy where the kernel or the driver refuses."""
+    """A mapping of whole pages of host memory: anonymous, or ``shared`` with other ranks. Owner: whoever made it. Tensors made
+    by :meth:`tensor` keep it alive, as ordinary pageable memory after :meth:`close`. ``register``: whether :meth:`register`
+    page-locks it for the current CUDA device. Raises a ``HostMemoryError`` if the kernel refuses the memory."""
 
     def __init__(self, size_bytes: int, *, register: bool, shared: Pages | None = None) -> None:
         self.size_bytes = round_up(max(size_bytes, 1), mmap.PAGESIZE)
@@ -42,15 +42,15 @@ class HostMemory:
         self._finalizer: weakref.finalize | None = None
         self._register_wanted = register
         self.is_touched = False
-        """Whether its pages are there; set by who writes to all of them first."""
+        """Whether its pages are in use. Set by whoever first writes to all of them."""
 
     @property
     def is_registered(self) -> bool:
-        """Whether the driver copies from it without a bounce buffer."""
+        """Whether the driver copies from and to it without a bounce buffer."""
         return self._finalizer is not None and self._finalizer.alive
 
     def register(self) -> None:
-        """Page-locks the mapping, if that was asked for; a ``HostMemoryError`` where the driver refuses. To be called after
+        """Page-locks the mapping, if that was asked for. Raises a ``HostMemoryError`` if the driver refuses. Call it after the
         first touch, which is faster with all threads."""
         if not self._register_wanted or self.is_registered:
             return
@@ -71,14 +71,14 @@ class HostMemory:
         return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset_bytes).view(shape)
 
     def close(self) -> None:
-        """Unregisters the memory. It is unmapped when the last tensor over it dies."""
+        """Unregisters the memory, which is unmapped when the last tensor over it dies."""
         if self._finalizer is not None:
             self._finalizer()
 
 
 class DeviceMemory:
-    """One block of device memory with the interface of :class:`HostMemory`, for the unit that made it and lives there: zero at
-    first, and given back when the last tensor over it dies."""
+    """A block of zeroed device memory with the interface of :class:`HostMemory`. Owner: the unit that lives in it. It is freed
+    when the last tensor over it dies."""
 
     is_touched = True
 
@@ -86,15 +86,15 @@ class DeviceMemory:
         self._block = torch.zeros(max(size_bytes, 1), dtype=torch.uint8, device=device)
 
     def register(self) -> None:
-        """Nothing to register."""
+        """Does nothing."""
 
     def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over a part of the block, with a storage of its own, see :meth:`HostMemory.tensor`."""
+        """A tensor over a part of the block, with its own storage, see :meth:`HostMemory.tensor`."""
         part = self._block[offset_bytes : offset_bytes + math.prod(shape) * dtype.itemsize]
         return with_own_storage(part.view(dtype).view(shape))
 
     def close(self) -> None:
-        """Nothing to unregister."""
+        """Does nothing."""
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -103,8 +103,8 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor, kernels: HostKernels) -> None:
-    """Copies a contiguous tensor to another of its dtype on the host's threads, if either lies there; returns when that is
-    over. From memory that isn't page-locked, or to it, CUDA itself copies on one thread."""
+    """Copies a contiguous tensor to another of its dtype. If either is on the host, the host's threads copy, and this returns
+    when they are done: CUDA copies pageable memory on one thread only."""
     types = {target.device.type, source.device.type}
     if types == {"cpu"}:
         kernels.copy(target, source)
@@ -119,8 +119,8 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor, kernels: HostKernels)
 def copy_staged(
     target: torch.Tensor, source: torch.Tensor, buffers: torch.Tensor, events: list[Any], kernels: HostKernels, to_host: bool
 ) -> None:
-    """See :func:`copy_bytes`: the host fills or empties one of two page-locked ``buffers`` while the link copies the other.
-    ``events``: one for each."""
+    """Copies between host and device: the host fills or empties one of two page-locked ``buffers`` while the link copies the
+    other. ``events``: one for each buffer. See :func:`copy_bytes`."""
     flat = (tensor.view(-1).view(torch.uint8).split(buffers.shape[1]) for tensor in (target, source))
     issued: collections.deque[tuple[torch.Tensor, torch.Tensor, Any]] = collections.deque()
 

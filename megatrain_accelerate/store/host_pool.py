@@ -1,6 +1,5 @@
-"""A pool of registered host memory for what leaves the device for a while: blocks that are taken and given back. A block may
-lie in several parts, wherever something is free, so that the pool never fragments, and never holds more than was in use at
-once, rounded up to a segment."""
+"""A pool of registered host memory for offloaded activations, in blocks. A block may consist of several ranges, wherever
+memory is free: the pool never fragments, and never holds more than was in use at once, rounded up to a segment."""
 
 from __future__ import annotations
 
@@ -16,17 +15,16 @@ from megatrain_accelerate.store.host_memory import HostMemory
 from megatrain_accelerate.units import KIB, format_bytes, round_up
 
 GRANULE_BYTES = 64 * KIB
-"""Blocks are multiples of it: no part is so small that its copy costs more to issue than to run."""
+"""Blocks take multiples of this size: no range is so small that its copy costs more to issue than to run."""
 
 HostBlock = list[torch.Tensor]
-"""Bytes of the pool, in one part or several, in order, uint8; together exactly those that were asked for. Each part begins at
-a granule. Owner: who took it, until :meth:`HostPool.give_back`."""
+"""Bytes of the pool, uint8, in one or several ranges, in order, with exactly the requested size together. Each range begins at
+a granule. Owner: whoever took the block, until :meth:`HostPool.give_back`."""
 
 
 class HostPool:
-    """Owner of registered segments of host memory, of ``segment_bytes`` at least, and of what is free in them. Blocks are
-    taken by one thread, and given back by any; one that is given back with an event is free once that is over.
-    ``host_memory_gib``: see :func:`available_host_bytes`."""
+    """Owner of registered segments of host memory, of at least ``segment_bytes`` each, and of their free ranges. One thread
+    takes blocks. Any thread gives them back, with an event after which they are free."""
 
     def __init__(
         self, segment_bytes: int, *, kernels: HostKernels, register: bool, host_memory_gib: float | None = None
@@ -35,9 +33,9 @@ class HostPool:
         self._host_memory_gib = host_memory_gib
         self._segments: list[HostMemory] = []
         self.buffers: list[torch.Tensor] = []
-        """Each segment as a whole: blocks are views of it."""
+        """Each segment as a whole. Blocks are views of them."""
         self._free: list[torch.Tensor] = []
-        """Whole granules of the buffers."""
+        """Free ranges of the buffers, in whole granules."""
         self._pending: collections.deque[tuple[Any, HostBlock]] = collections.deque()
 
     @property
@@ -49,8 +47,8 @@ class HostPool:
         return sum(part.numel() for part in self._free)
 
     def take(self, size_bytes: int) -> HostBlock:
-        """A block of ``size_bytes`` (at least 1). Grows the pool only if what is free is too small; a ``HostMemoryError``
-        where that takes more host memory than this process may use."""
+        """A block of ``size_bytes`` (at least 1). Grows the pool only if too little is free. Raises a ``HostMemoryError`` if
+        that would take more host memory than this process may use."""
         wanted = round_up(size_bytes, GRANULE_BYTES)
         for wait in (False, True):
             if self._free_bytes < wanted:
@@ -68,7 +66,7 @@ class HostPool:
         return block
 
     def give_back(self, block: HostBlock, event: Any) -> None:
-        """The block may be taken again once ``event`` is over."""
+        """Lets the block be taken again once ``event`` is over."""
         if self._segments:  # graphs may outlive a closed pool
             self._pending.append((event, block))
 
@@ -83,7 +81,7 @@ class HostPool:
             self._free += [part.as_strided((round_up(part.numel(), GRANULE_BYTES),), (1,)) for part in block]
         merged: list[torch.Tensor] = []
         for part in sorted(self._free, key=torch.Tensor.data_ptr):
-            # Only what doesn't begin a segment: two of these may be neighbours, too.
+            # A range that begins a segment isn't merged: two segments may be adjacent, too.
             if merged and part.storage_offset() and merged[-1].data_ptr() + merged[-1].numel() == part.data_ptr():
                 before = merged.pop()
                 part = before.as_strided((before.numel() + part.numel(),), (1,))
@@ -108,7 +106,7 @@ class HostPool:
         self.buffers.append(buffer)
 
     def close(self) -> None:
-        """Unregisters the memory; it is unmapped when the last block's views die."""
+        """Unregisters the memory, which is unmapped when the last view of a block dies."""
         self._reclaim(wait=True)
         for segment in self._segments:
             segment.close()

@@ -1,10 +1,10 @@
-"""Where each parameter of a unit lies in the unit's flat buffers. Arithmetic only: no memory, no device.
+"""Where each parameter of a unit is stored in the unit's flat buffers. Arithmetic only: it needs no memory and no device.
 
-A *unit* is what is fetched and stepped as a whole: one streamed layer, or one group of resident parameters. Its
-parameters are in four regions, so that everything that shares a fate is contiguous::
+A *unit* is what is fetched and stepped as a whole: one streamed layer, or one group of resident parameters. Its parameters are
+sorted into four regions, so that parameters that are handled alike are contiguous::
 
     weights    | trainable bf16 | trainable fp32 | frozen bf16 | frozen fp32 |      bytes of each dtype
-    gradients  | trainable bf16 | trainable fp32 |                                  the same offsets: a prefix
+    gradients  | trainable bf16 | trainable fp32 |                                  a prefix of the weights' offsets
     residuals  | trainable bf16 |                                                   int16, one per bf16 weight
     moments    | trainable bf16 | trainable fp32 |                                  fp32, bf16 or 8-bit codes, by state offset
 """
@@ -22,19 +22,19 @@ from torch import nn
 from megatrain_accelerate.units import round_up
 
 ALIGNMENT_ELEMENTS = 128
-"""Elements to which each parameter's start is rounded up: 256 bytes in bf16, what vector loads and copies like;
-and a whole number of the blocks of :mod:`~megatrain_accelerate.kernels.moments`, so that each parameter begins one."""
+"""Each parameter starts at a multiple of this many elements: 256 bytes in bf16, which suits vector loads and copies, and whole
+blocks of :mod:`~megatrain_accelerate.kernels.moments`, so that no block has elements of two parameters."""
 
 _PART_MULTIPLE = 512
-"""Bytes of which a rank's part is a multiple, so that each begins where copies are fast."""
+"""A rank's range of a unit's bytes is a multiple of this many bytes, so that each range starts where copies are fast."""
 
 _keys: dict[tuple[tuple[ParameterSpec, int], ...], int] = {}
-"""A number for each layout that a unit of this process has: quicker to look up than the layout itself."""
+"""Maps each layout of this process to a number, which is faster to look up than the layout itself."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter as the layout sees it: name in its unit, shape, dtype in which it computes, trained or frozen."""
+    """What the layout knows of one parameter: its name in the unit, shape, compute dtype, and whether it is trained."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class ParameterSpec:
 
 @dataclasses.dataclass(frozen=True)
 class FlatEntry:
-    """A parameter's place: bytes into weights (and gradients), elements into moments (and residuals)."""
+    """A parameter's offsets in its unit: in bytes in weights and gradients, in elements in moments and residuals."""
 
     spec: ParameterSpec
     weight_offset: int
@@ -57,19 +57,19 @@ class FlatEntry:
 
     @property
     def has_residual(self) -> bool:
-        """Whether the fp32 master is split in a bf16 half and a 16-bit residual."""
+        """Whether the fp32 master is split into a bf16 weight and a 16-bit residual."""
         return self.state_offset is not None and self.spec.dtype == torch.bfloat16
 
 
 class FlatLayout:
-    """The flat layout of one unit, whose parameters ``specs`` are in model order: in bf16 or fp32, with unique names."""
+    """The flat layout of one unit. ``specs`` are its parameters in model order, in bf16 or fp32, with unique names."""
 
     def __init__(self, specs: Iterable[ParameterSpec]) -> None:
         specs = list(specs)
         places: dict[str, FlatEntry] = {}
         self.weight_bytes = self.state_elements = 0
         self.split_elements = 0
-        """Elements with a residual: the length of the residual array."""
+        """Number of elements with a residual, which is the length of the residual array."""
         self.gradient_bytes = 0
         for spec in sorted(specs, key=lambda spec: (not spec.trainable, spec.dtype != torch.bfloat16)):
             padded = round_up(spec.numel, ALIGNMENT_ELEMENTS)
@@ -81,25 +81,25 @@ class FlatLayout:
                 if spec.dtype == torch.bfloat16:
                     self.split_elements = self.state_elements
         self.entries = tuple(places[spec.name] for spec in specs)
-        """Entries in the order of the given specs (model order)."""
+        """Entries in the order of ``specs``."""
         self.parameter_count = sum(spec.numel for spec in specs)
-        """Without padding."""
+        """Number of elements of all parameters, without padding."""
         self.trainable_entries = [entry for entry in self.entries if entry.spec.trainable]
         self.key = _keys.setdefault(tuple((entry.spec, entry.weight_offset) for entry in self.entries), len(_keys))
-        """Equal for units of equal layout, whose views of a slot can be shared."""
+        """Equal for units with equal layouts, which can share their views of a slot."""
         begin, end = 2 * self.split_elements, self.gradient_bytes
         runs = GradientRun(torch.bfloat16, 0, 0, begin), GradientRun(torch.float32, begin, begin, end - begin)
         self.gradient_runs = [run for run in runs if run.size_bytes]
-        """Its gradients in a slot of their own."""
+        """The runs of the unit's gradients, at most one for each dtype."""
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, nn.Parameter]], dtypes: Mapping[int, torch.dtype]) -> FlatLayout:
-        """That of named parameters, of which each computes in its one of ``dtypes``, by ``id``."""
+        """The layout of named parameters. ``dtypes`` has the dtype in which each of them computes, by ``id``."""
         return cls(ParameterSpec(name, tuple(p.shape), dtypes[id(p)], p.requires_grad) for name, p in parameters)
 
     def share_of(self, rank: int, ranks: int) -> Share:
-        """What of the trained parameters one of several ranks steps: whole 128-element blocks, as equally as they go. Of one
-        dtype they are its part (:func:`part_of`) of the bytes, which gathers find with its states."""
+        """The states that one of several ranks steps: whole 128-element blocks, as evenly as possible. If all trained
+        parameters have one dtype, the share has the bytes of :func:`part_of`, which the rank contributes to a gather."""
         if self.split_elements in (0, self.state_elements):
             part, size = part_of(self.gradient_bytes, rank, ranks), 2 if self.split_elements else 4
             begin, end = part.start // size, part.stop // size
@@ -110,11 +110,11 @@ class FlatLayout:
         return Share(begin, end, self.byte_of(begin), self.byte_of(end), split)
 
     def byte_of(self, element: int) -> int:
-        """Where in the weights, and in the gradients, an element of the states begins: those in bf16 come first."""
+        """The byte offset, in weights and in gradients, of an element of the states. Elements in bf16 come first."""
         return 4 * element - 2 * min(element, self.split_elements)
 
     def views(self, buffer: torch.Tensor, trainable_only: bool = False) -> list[torch.Tensor]:
-        """Views of ``buffer`` (uint8, one dimension, at least ``weight_bytes`` long) as the entries' tensors."""
+        """Views of a flat uint8 ``buffer``, which holds the weights or (``trainable_only``) the gradients, as tensors."""
         views = []
         for entry in self.trainable_entries if trainable_only else self.entries:
             size = entry.spec.numel * entry.spec.dtype.itemsize
@@ -124,38 +124,39 @@ class FlatLayout:
 
 
 def part_bytes(size_bytes: int, ranks: int) -> int:
-    """Of so many bytes in equal parts, of which the last ones may not be filled."""
+    """Size of each of the ranks' equal ranges of ``size_bytes``. The last ranges may be partly filled, or empty."""
     return -(-size_bytes // (ranks * _PART_MULTIPLE)) * _PART_MULTIPLE
 
 
 def part_of(size_bytes: int, rank: int, ranks: int) -> slice:
-    """Where a rank's part of so many bytes lies. That of the last ranks may be short, or empty."""
+    """A rank's range of ``size_bytes``. Those of the last ranks may be short, or empty."""
     part = part_bytes(size_bytes, ranks)
     return slice(min(rank * part, size_bytes), min((rank + 1) * part, size_bytes))
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """A rank's share of a unit's flat states: elements ``begin`` to ``end - 1``, whose gradients begin at ``begin_byte``."""
+    """A rank's share of a unit's flat states: elements ``begin`` to ``end - 1``, with their weights and gradients from
+    ``begin_byte`` to ``end_byte - 1``."""
 
     begin: int
     end: int
     begin_byte: int
     end_byte: int
     split_elements: int
-    """How many of its elements, the first ones, have residuals."""
+    """How many of the share's elements have residuals. They come first."""
 
     @property
     def bytes(self) -> slice:
-        """Its gradients' place in the unit's gradients."""
+        """The share's range of the unit's weights, and of its gradients."""
         return slice(self.begin_byte, self.end_byte)
 
     def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
-        """Its part, of one dimension and maybe empty, of a parameter's contiguous tensor, a gradient or a residual."""
+        """The share's elements of a parameter's contiguous tensor (a gradient or a residual), flat and possibly empty."""
         return tensor.reshape(-1)[self.among(entry, 0, entry.spec.numel)]
 
     def among(self, entry: FlatEntry, begin: int, end: int) -> slice:
-        """Which of a parameter's elements from ``begin`` to ``end - 1`` are the share's; counted from its first."""
+        """Which of a parameter's elements ``begin`` to ``end - 1``, counted from its first element, are in the share."""
         first = entry.state_offset
         assert first is not None, "a frozen parameter has no states"
         return slice(*(min(max(place - first, begin), end) for place in (self.begin, self.end)))
@@ -163,8 +164,8 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class GradientRun:
-    """Gradients of one dtype, one behind the other: ``size_bytes`` of them from ``slot_begin`` on in a gradient slot, and from
-    ``unit_begin`` on in the gradients of the whole unit."""
+    """Contiguous gradients of one dtype: ``size_bytes`` that begin at byte ``slot_begin`` of a gradient slot, and at byte
+    ``unit_begin`` of the gradients of the whole unit."""
 
     dtype: torch.dtype
     slot_begin: int
@@ -172,7 +173,7 @@ class GradientRun:
     size_bytes: int
 
     def of(self, share: Share) -> GradientRun:
-        """Those of a rank's share of the unit; maybe none."""
+        """The run's gradients that are in a rank's share of the unit. It may have none."""
         begin, end = (min(max(at - self.unit_begin, 0), self.size_bytes) for at in (share.begin_byte, share.end_byte))
         return GradientRun(self.dtype, self.slot_begin + begin, self.unit_begin + begin, end - begin)
 
@@ -185,7 +186,7 @@ class GradientRun:
         return slice(self.unit_begin, self.unit_begin + self.size_bytes)
 
     def split(self, most_bytes: int) -> Iterator[GradientRun]:
-        """Runs of at most so many bytes, which are a multiple of the elements'."""
+        """Splits the run into runs of at most ``most_bytes``, which is a multiple of the element size."""
         for begin in range(0, self.size_bytes, most_bytes):
             size_bytes = min(most_bytes, self.size_bytes - begin)
             yield GradientRun(self.dtype, self.slot_begin + begin, self.unit_begin + begin, size_bytes)
@@ -204,21 +205,21 @@ class ExpertRange:
         return self.last - self.first
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Their part of a tensor whose dimension 0 is that of all experts."""
+        """The slice of these experts of a tensor whose dimension 0 counts all experts."""
         return tensor[self.first : self.last]
 
     def elements(self, entry: FlatEntry) -> tuple[int, int]:
-        """Begin and end of their part of a parameter, in elements of it."""
+        """Begin and end of these experts' elements of a parameter."""
         of_one = entry.spec.numel // self.count
         return self.first * of_one, self.last * of_one
 
     def layout(self, whole: FlatLayout) -> FlatLayout:
-        """The layout of their parts of a unit's parameters."""
+        """The layout of these experts' slices of a unit's parameters."""
         specs = (entry.spec for entry in whole.entries)
         return FlatLayout(dataclasses.replace(spec, shape=(self.experts, *spec.shape[1:])) for spec in specs)
 
 
 def expert_ranges(count: int, parts: int) -> list[ExpertRange]:
-    """``count`` experts in ``parts`` ranges whose sizes differ by one at most, the larger ones first."""
+    """Divides ``count`` experts into ``parts`` ranges whose sizes differ by at most one, the larger ones first."""
     sizes = [count // parts + (place < count % parts) for place in range(parts)]
     return [ExpertRange(sum(sizes[:place]), sum(sizes[: place + 1]), count) for place in range(parts)]

@@ -1,4 +1,4 @@
-"""One parameter in the store: its views of the unit's flat buffers, and the one writer of its ``data`` and ``grad``."""
+"""One parameter in the store: its views of the unit's flat buffers, and the only writer of its ``data`` and ``grad``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatrain_accelerate.store.layout import FlatEntry, Share
 
 
 class NotedTensor:
-    """A tensor as it was when it was noted. It isn't kept alive."""
+    """Remembers a tensor and its version, without keeping the tensor alive."""
 
     __slots__ = ("_id", "_tensor", "_version")
 
@@ -25,44 +25,43 @@ class NotedTensor:
         self._id, self._tensor, self._version = id(tensor), weakref.ref(tensor), tensor._version
 
     def is_still(self, tensor: torch.Tensor | None) -> bool:
-        """Whether ``tensor`` is the noted one, and nobody wrote to it since."""
-        # Another one may come to have its number; one that only C++ holds must not be asked for by a plain reference.
+        """Whether ``tensor`` is the remembered one, and nobody has written to it since."""
+        # ``id`` alone isn't unique. It comes first: the weak reference of a tensor that only C++ holds must not be called.
         return id(tensor) == self._id and self._tensor() is tensor and self._version == tensor._version  # type: ignore[union-attr]
 
 
 _handles: Any = WeakIdKeyDictionary()
-"""All of a parameter, by parameter: a frozen one may lie in the stores of several models."""
+"""All handles of each parameter. A frozen one may be in the stores of several models."""
 
 
 class ParamHandle:
-    """What one store handles a parameter by: ``data`` and ``grad`` of parameters in a store are assigned to only here."""
+    """A store's access to one parameter. Only here are ``data`` and ``grad`` of a parameter in a store assigned."""
 
-    # Each forward asks all of them, and finds little of a larger object in the processor's cache.
+    # Each forward checks all handles, and the processor's cache holds more small objects.
     __slots__ = ("__weakref__", "_address", "_all", "_seen_version", "_shown", "_sum", "parameter")
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
         self._shown: torch.Tensor | None = None
         self._address: int | None = None
-        """Where the data begin that are shown."""
         self._seen_version: int | None = None
-        """``_version`` of the parameter when the master last agreed with its data; None where they count as written."""
+        """``_version`` of the parameter when the master last agreed with its data. None if they count as written."""
         self._sum: NotedTensor | None = None
         self._all: weakref.WeakSet[ParamHandle] = _handles.setdefault(parameter, weakref.WeakSet())
         self._all.add(self)
 
     def show(self, data: torch.Tensor) -> None:
-        """Makes ``data``, which agree with the master, the parameter's."""
+        """Makes ``data``, which agree with the master, the parameter's data."""
         if not self._is_shown_by_any:
             for handle in self._all:
-                handle.mark_written()  # others take over what somebody put there, too
+                handle.mark_written()  # other stores must take over the foreign data, too
         self.parameter.data = self._shown = data
         self._address = data.data_ptr()
         self.note_version()
 
     @property
     def is_shown(self) -> bool:
-        """Whether the parameter's data are what :meth:`show` made them."""
+        """Whether the parameter's data are those that :meth:`show` set."""
         return self.parameter.data_ptr() == self._address
 
     @property
@@ -71,29 +70,30 @@ class ParamHandle:
 
     @property
     def is_written(self) -> bool:
-        """Whether somebody wrote to the parameter or replaced its data since the master last agreed with them."""
+        """Whether somebody wrote to the parameter or replaced its data since they last agreed with the master."""
         return self.parameter._version != self._seen_version or not self._is_shown_by_any
 
     def note_version(self) -> None:
-        """The master agrees with the data as they are now."""
+        """Notes that the master agrees with the parameter's data."""
         self._seen_version = self.parameter._version
 
     def mark_written(self) -> None:
-        """The data count as written, though no version may show it."""
+        """Makes the data count as written, even if no version tells of a write."""
         self._seen_version = None
 
     def fill(self, weight: torch.Tensor) -> None:
-        """Issues a copy of ``weight``, of the same shape and dtype, into the data; it doesn't count as a write."""
+        """Issues a copy of ``weight``, of the same shape and dtype, into the data. It doesn't count as a write."""
         self.parameter.data.copy_(weight, non_blocking=True)
 
     def give_back(self, data: torch.Tensor) -> None:
-        """Makes ``data`` the parameter's, or the copy of another store that holds it."""
+        """Makes ``data`` the parameter's data, or those of another store that holds the parameter."""
         self._shown = self._address = None
         self.parameter.data = next((other._shown for other in self._all if other._shown is not None), data)
 
     @contextlib.contextmanager
     def replaced(self, data: torch.Tensor, gradient: torch.Tensor | None) -> Iterator[None]:
-        """The parameter has these, of any dtype and device, while the body runs. No write up to its end counts."""
+        """Gives the parameter this data and gradient, of any dtype and device, for the body. Writes in the body don't
+        count."""
         before = self.parameter.data, self.parameter.grad
         self._replace(data, gradient)
         try:
@@ -103,29 +103,29 @@ class ParamHandle:
             self.note_version()
 
     def _replace(self, data: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        self.parameter.grad = None  # data must be of its dtype and device
+        self.parameter.grad = None  # a gradient must match the data's dtype and device
         self.parameter.data = data
         self.parameter.grad = gradient
 
     def set_gradient(self, gradient: torch.Tensor | None, keeps_sum: bool = False) -> None:
-        """Makes ``gradient`` the parameter's; the one that was noted as an fp32 sum is none any more, unless ``keeps_sum``."""
+        """Sets ``parameter.grad``. A gradient that was noted as an fp32 sum is forgotten, unless it ``keeps_sum``."""
         self.parameter.grad = gradient
         if not keeps_sum:
             self._sum = None
 
     def note_fp32_sum(self) -> None:
-        """``parameter.grad``, as it is now, is the bf16 half of a sum whose low half the store has."""
+        """Notes that ``parameter.grad`` is the bf16 half of an fp32 sum, whose low half the store has."""
         assert self.parameter.grad is not None
         self._sum = NotedTensor(self.parameter.grad)
 
     @property
     def has_fp32_sum(self) -> bool:
-        """Whether the low half counts: not so if somebody wrote to the gradient, replaced or dropped it."""
+        """Whether the low half counts: nobody has written to the noted gradient, replaced or dropped it."""
         return self._sum is not None and self._sum.is_still(self.parameter.grad)
 
 
 def written_among(handles: Sequence[ParamHandle]) -> list[int]:
-    """The places of those that are :attr:`~ParamHandle.is_written`; quicker than asking each, as every forward does."""
+    """Indices of the handles that are :attr:`~ParamHandle.is_written`. Faster than asking each, as every forward does."""
     return [
         place
         for place, at in enumerate(handles)
@@ -135,9 +135,9 @@ def written_among(handles: Sequence[ParamHandle]) -> list[int]:
 
 @dataclasses.dataclass
 class ParameterState:
-    """One parameter in the store: views of its unit's flat buffers, each with a storage of its own: ``weight`` (bf16 or fp32),
-    ``gradient`` (the same; None for a unit on the device, whose gradients are autograd's own), ``residual`` (int16) and
-    ``moments`` of the optimizer; of a frozen one the weight alone."""
+    """One parameter in the store, as views of its unit's flat buffers, each with a storage of its own: ``weight`` (bf16 or
+    fp32), ``gradient`` (of the same dtype, None for a unit on the device, whose gradients are autograd's own), ``residual``
+    (int16) and the optimizer's ``moments``. A frozen parameter has the weight alone."""
 
     handle: ParamHandle
     parameter: nn.Parameter = dataclasses.field(init=False)
@@ -147,18 +147,18 @@ class ParameterState:
     gradient: torch.Tensor | None = None
     moments: Moments | None = None
     gradient_residual: torch.Tensor | None = None
-    """int16, at the unit's home: the low half of an fp32 sum of gradients, for the step. None before it is made."""
+    """int16 low half of an fp32 sum of gradients, at the unit's home, for the step. None before it is allocated."""
     sum_residual: torch.Tensor | None = None
-    """The same beside ``parameter.grad``, where the sum is made: another one for a resident parameter whose states are on the
-    host. It counts while the handle :attr:`~ParamHandle.has_fp32_sum`."""
+    """The low half beside ``parameter.grad``, where the sum is made. For a resident parameter whose states are on the host it
+    isn't :attr:`gradient_residual`. It counts while the handle :attr:`~ParamHandle.has_fp32_sum`."""
     share: Share | None = None
-    """What of the unit this rank steps, where several share it."""
+    """The share of the unit that this rank steps, if several share it."""
     row: int | None = None
-    """Its place in tables of all trained parameters of a model; None of a frozen one."""
+    """Index in tables of all trained parameters of a model. None for a frozen one."""
     normed: NotedTensor | None = None
-    """The gradient whose norm the table of norms has, or will have once its copy is over."""
+    """The gradient whose norm is in the table of norms, or will be once its copy is over."""
     is_rewritten: bool = False
-    """Whether that gradient isn't what the last backward left: a script wrote to it or replaced it."""
+    """Whether a script wrote to that gradient or replaced it after the last backward."""
 
     def __post_init__(self) -> None:
         self.parameter = self.handle.parameter
@@ -168,16 +168,16 @@ class ParameterState:
         return self.entry.spec.name
 
     def note_norm(self, gradient: torch.Tensor, rewritten: bool = False) -> None:
-        """The table of norms has, or will have once its copy is over, the norm of ``gradient`` as it is now."""
+        """Notes that the table of norms has the norm of ``gradient``, or will have it once its copy is over."""
         self.normed, self.is_rewritten = NotedTensor(gradient), rewritten
 
     @property
     def has_norm(self) -> bool:
-        """Whether the table has the norm of ``parameter.grad``; not so if somebody wrote to it, replaced or dropped it."""
+        """Whether the table has the norm of ``parameter.grad``: nobody has written to it since, replaced or dropped it."""
         return self.normed is not None and self.normed.is_still(self.parameter.grad)
 
     @property
     def has_foreign_gradient(self) -> bool:
-        """Whether ``parameter.grad`` lies somewhere else than where the step reads: autograd or a script made it."""
+        """Whether ``parameter.grad`` isn't in the memory that the step reads: autograd or a script made it."""
         gradient = self.parameter.grad
         return gradient is not None and self.gradient is not None and gradient.data_ptr() != self.gradient.data_ptr()

@@ -1,4 +1,4 @@
-"""The AdamW step of a unit's flat states: which runs of them share their settings, and what of a run lies in a share."""
+"""The AdamW step of a unit's flat states: which parameters are stepped together, and which of them are in a share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from megatrain_accelerate.store.parameter import ParameterState
 
 @dataclasses.dataclass
 class Segment:
-    """A run of adjacent parameters of one dtype that are stepped by one kernel call; ``is_sum``: whether their gradients are
-    fp32 sums, with residuals."""
+    """Adjacent parameters of one dtype that one kernel call steps. ``is_sum``: gradients are fp32 sums, with residuals."""
 
     dtype: torch.dtype
     state_offset: int
@@ -28,9 +27,8 @@ class Segment:
 
 
 class FlatStates(NamedTuple):
-    """What a step reads and writes, from the element ``first`` of the unit's states on, all on one device. Weights and
-    gradients are uint8, bf16 ones before fp32 ones as in the unit's layout; residuals are int16, of the bf16 weights, and of
-    gradients that are fp32 sums."""
+    """What a step reads and writes, from element ``first`` of the unit's states on, all on one device. Weights and gradients
+    are uint8, bf16 before fp32 as in the layout. bf16 weights have int16 residuals, and gradients if they are fp32 sums."""
 
     first: int
     weights: torch.Tensor
@@ -41,9 +39,9 @@ class FlatStates(NamedTuple):
 
 
 def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list[Segment]:
-    """Merges parameters that lie next to each other and share their settings, when the step is taken. The padding between two
-    of them is stepped, too: its gradient is zero or finite garbage that no view ever shows. Not where moments are in 8 bits:
-    it would have a part in their blocks' scales."""
+    """Merges parameters that are adjacent and share their settings, when the step is taken. The padding between two of them is
+    stepped, too: its gradient is zero or finite garbage that no view ever shows. With 8-bit moments they aren't merged across
+    padding, which would affect the scales of its blocks."""
     segments: list[Segment] = []
     for state, arguments in sorted(steps, key=lambda item: item[0].entry.weight_offset):
         entry, spec = state.entry, state.entry.spec
@@ -61,9 +59,8 @@ def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list
 
 
 def segments_of_experts(segments: Sequence[Segment], states: Iterable[ParameterState], experts: ExpertRange) -> list[Segment]:
-    """What of the segments of a unit, of whose parameters ``states`` are, is that of these experts; those of all parts are the
-    whole. A parameter in 8-bit moments whose experts don't begin with a block of theirs is stepped whole with the first part.
-    """
+    """The elements of a unit's segments that belong to these experts. ``states`` are those of the unit's parameters. All parts
+    together have the whole. If a parameter has 8-bit moments whose blocks straddle experts, the first part steps all of it."""
     of_part: list[Segment] = []
     for state in states:
         if (begin_of_parameter := state.entry.state_offset) is None:
@@ -76,7 +73,7 @@ def segments_of_experts(segments: Sequence[Segment], states: Iterable[ParameterS
 
 
 def segments_between(segments: Sequence[Segment], begin: int, end: int) -> list[Segment]:
-    """What of the segments lies in the elements ``begin`` to ``end`` of the unit's states, as a rank's share of it does."""
+    """The segments' elements between ``begin`` and ``end - 1`` of the unit's states, such as a rank's share of them."""
     parts = []
     for segment in segments:
         first = max(begin, segment.state_offset)
@@ -87,7 +84,7 @@ def segments_between(segments: Sequence[Segment], begin: int, end: int) -> list[
 
 
 def step_segments(layout: FlatLayout, states: FlatStates, segments: Sequence[Segment], kernels: StepKernels) -> None:
-    """Steps weights, residuals and moments of these segments of a unit in place; ``kernels``: of where the states lie."""
+    """Steps weights, residuals and moments of these segments in place. ``kernels``: those of the states' device."""
     assert states.gradients is not None
     steps = []
     for segment in segments:

@@ -1,4 +1,4 @@
-"""The store of several ranks: one for all of a machine, of which each rank steps its share."""
+"""The store that all ranks of a machine share. Each rank steps its share of every unit."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _POLLS_WITHOUT_SLEEP = 200
 
 
 class SharedStore:
-    """Memory and step counters of so many ``units``, mapped by all ranks. They make it, and its units, in the same order."""
+    """Memory and step counters of ``units`` units, mapped by all ranks. All make it, and its units, in the same order."""
 
     def __init__(self, ranks: Ranks, units: int) -> None:
         self.ranks = ranks
         self.file = SharedFile(ranks)
         self.steps = self.file.rows(ctypes.c_int64 * units)
-        """How many steps of each unit each rank has applied to its share: a row for each rank, written by its step worker."""
+        """How many steps of each unit each rank has applied to its share. A rank's row is written by its step worker."""
         self.order = OrderCheck(self.file, ranks, "gradients")
         self.units = 0
-        """So far."""
+        """Number of units made so far."""
         self._asked = self.file.rows(ctypes.c_int64)
         """How often each rank has asked all others for the states of their shares."""
         self._answered = self.file.rows(ctypes.c_int64 * ranks.size)
-        """For each rank, the last of every rank's requests that it has answered; :data:`_ALL` if the host has its states."""
+        """For each rank, the last request of every rank that it has answered. :data:`_ALL` if the host has its states."""
         self.note_states_ahead(False)
         self.is_loading = False
-        """Whether ``load_state_dict`` may have written to weights since the last training forward: the only write that ranks
-        may make to what they share, since each writes the same values."""
+        """Whether ``load_state_dict`` may have written to weights since the last training forward. Ranks may make no other
+        write to shared weights: here each writes the same values."""
 
     def note_states_ahead(self, are_ahead: bool) -> None:
-        """Records whether any states of this rank's shares are newer on the device than on the host."""
-        memory_fence()  # others see the states before the number that tells of them
+        """Notes whether any states of this rank's shares are newer on the device than on the host."""
+        memory_fence()  # other ranks see the states before the number that announces them
         answered = self._answered[self.ranks.rank]
         if are_ahead != (answered[0] != _ALL):
             answered[:] = [asked if are_ahead else _ALL for asked in self._asked]
@@ -52,8 +52,7 @@ class SharedStore:
         return any(asked > done for asked, done in zip(self._asked, self._answered[self.ranks.rank], strict=True))
 
     def ask_for_states(self) -> None:
-        """Returns when every rank has the states of its shares on the host. Any rank may call it alone: the others' step
-        workers bring them."""
+        """Blocks until every rank's step worker has brought the states of its shares to the host. A rank may call it alone."""
         rank = self.ranks.rank
         self._asked[rank] += 1
         asked = self._asked[rank]
@@ -68,7 +67,7 @@ class SharedStore:
 
 
 class SharedUnit:
-    """The next unit's places in the shared memory, for each kind of its own, and the share of it that this rank steps."""
+    """One unit's ranges of the shared memory, by kind, and the share of the unit that this rank steps."""
 
     def __init__(self, store: SharedStore, layout: FlatLayout, sizes: Mapping[str, int]) -> None:
         self.ranks = store.ranks
@@ -77,22 +76,22 @@ class SharedUnit:
         store.units += 1
         self._places = {kind: (store.file.reserve(size), size) for kind, size in sizes.items()}
         self.mapped: dict[str, int] = {}
-        """Bytes of the kinds of memory that were on the host at any time: they stay there, wherever the unit moves."""
+        """Bytes of the kinds of memory that were ever mapped. They stay on the host, wherever the unit moves."""
         self._steps = 0
 
     def map(self, kind: str) -> Pages:
-        """The mapping of one kind of its memory."""
+        """Maps the unit's memory of one kind."""
         offset, size = self._places[kind]
         self.mapped[kind] = size
         return self.store.file.map(offset, size)
 
     def note_applied(self) -> None:
-        """Called by the step worker when this rank's share has been stepped."""
-        memory_fence()  # others see the weights before the number that tells of them
+        """Called by the step worker when it has stepped this rank's share."""
+        memory_fence()  # other ranks see the weights before the number that announces them
         self.store.steps[self.ranks.rank][self._index] += 1
 
     def next_step(self, name: str) -> StepOfAll:
-        """The step of the unit that is about to be taken; called once for each, on every rank."""
+        """The step of the unit that is about to be taken. Called once for each step, on every rank."""
         self._steps += 1
         return StepOfAll(self.store, self._index, self._steps, name)
 
@@ -106,11 +105,11 @@ class StepOfAll:
 
     @property
     def is_done(self) -> bool:
-        """Whether all ranks have applied theirs."""
+        """Whether all ranks have applied their shares."""
         return not self._late()
 
     def wait(self) -> None:
-        """Blocks until all ranks have applied theirs. A ``RankError`` names those that didn't within ``ddp_timeout``."""
+        """Blocks until all ranks have applied their shares. A ``RankError`` names those that haven't in ``ddp_timeout``."""
         what = f"haven't applied step {self._steps} of {self._name}"
         wait_for(self._late, what, "every process must take every step", self._timeout)
 
@@ -121,7 +120,8 @@ class StepOfAll:
 
 
 def wait_for(late: Callable[[], list[int]], what: str, why: str, timeout: datetime.timedelta) -> None:
-    """Blocks until ``late`` names no rank; a ``RankError`` says of those that it names for too long ``what`` they didn't."""
+    """Blocks until ``late`` returns no ranks. After ``timeout`` a ``RankError`` names those that it returns, with ``what``
+    they haven't done and some advice (``why``)."""
     seconds, polls = timeout.total_seconds(), 0
     end = time.monotonic() + seconds
     while late_ranks := late():

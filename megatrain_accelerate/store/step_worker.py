@@ -1,4 +1,4 @@
-"""The host thread that runs optimizer work in order, and the futures by which others wait for it."""
+"""The host thread that runs optimizer work in order, and the futures on which other threads wait for it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _IDLE_SECONDS = 0.01
 
 
 class Future:
-    """What others wait on for one submitted task."""
+    """The completion of one submitted task, on which other threads wait."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_done = False
         self._cause: BaseException | None = None
-        # Of an event that comes once this is all that is needed, and quicker.
+        # A lock does all that is needed of a ``threading.Event``, and is faster.
         self._until_done = threading.Lock()
         self._until_done.acquire()
 
@@ -31,13 +31,13 @@ class Future:
         self._until_done.release()
 
     def wait_until_over(self) -> None:
-        """Blocks until the work is over, however it ended."""
+        """Blocks until the task is over, whether it succeeded or failed."""
         if not self.is_done:
             with self._until_done:
                 pass
 
     def wait(self) -> None:
-        """Blocks until the work is over; raises ``StepWorkerError`` from the exception that ended it or work before it."""
+        """Blocks until the task is over. Raises a ``StepWorkerError`` if it, or a task before it, failed."""
         self.wait_until_over()
         if self._cause is not None:
             raise StepWorkerError(
@@ -47,8 +47,8 @@ class Future:
 
 
 class StepWorker:
-    """One named thread with one queue, which owns the order of all writes to the host store. After a failure nothing that was
-    queued is run, and every waiter gets the first cause: nobody may build upon half a step."""
+    """One named thread with one queue, which orders all writes to the host store. After a failure no queued task runs, and
+    every waiter gets the first cause: nobody may build upon half a step."""
 
     def __init__(self, name: str = "megatrain-step-worker") -> None:
         self._queue: queue.SimpleQueue[tuple[Future, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -57,13 +57,13 @@ class StepWorker:
         self._last_future = Future("nothing")
         self._last_future.finish()
         self.on_work_done: Callable[[str, int, int], None] | None = None
-        """Called by the thread with the name of each task, its begin and its end (``perf_counter_ns``)."""
+        """Called by the thread after each task with its name, start and end (``perf_counter_ns``)."""
         self._when_idle: Callable[[], None] | None = None
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
-        # What it does with parameters that are watched is no reason to wait for it.
+        # When the worker itself uses watched parameters, that must not wait for the worker.
         with torch._C.DisableTorchFunctionSubclass():
             while True:
                 when_idle = self._when_idle
@@ -91,10 +91,10 @@ class StepWorker:
             self.fail(error)
 
     def watch(self, when_idle: Callable[[], None] | None) -> None:
-        """From now on the thread calls ``when_idle`` every few milliseconds while it has nothing to do, and nothing that it
-        called before is under way when this returns. None ends that."""
+        """Makes the thread call ``when_idle`` every few milliseconds while it has nothing to do. None ends that. When this
+        returns, no call of the function before is under way."""
         self._when_idle = when_idle
-        if not self._closed:  # else the thread has nothing to call, and wakes up no more
+        if not self._closed:  # a closed thread runs nothing any more
             future = Future("a watch")
             self._queue.put((future, lambda: None))
             future.wait_until_over()
@@ -104,7 +104,7 @@ class StepWorker:
         return self._last_future.is_done
 
     def submit(self, name: str, work: Callable[[], None]) -> Future:
-        """Queues ``work`` behind everything before; raises ``StepWorkerError`` where that failed or the worker is closed."""
+        """Queues ``work``. Raises a ``StepWorkerError`` if earlier work failed or the worker is closed."""
         self.raise_if_failed()
         if self._closed:
             raise StepWorkerError(f"the host optimizer's thread was closed; {name!r} can't be run")
@@ -113,24 +113,24 @@ class StepWorker:
         return future
 
     def fail(self, cause: BaseException) -> None:
-        """Notes a failure, in the thread or outside it; the first one counts."""
+        """Notes a failure, from the thread or from outside of it. Only the first one counts."""
         if self._failure is None:
             self._failure = cause
 
     def raise_if_failed(self) -> None:
-        """Raises ``StepWorkerError`` if work failed, with the original exception as ``__cause__``."""
+        """Raises a ``StepWorkerError`` if work failed, with the original exception as ``__cause__``."""
         if self._failure is not None:
             future = Future("the next step")
             future.finish(self._failure)
             future.wait()
 
     def drain(self) -> None:
-        """Blocks until everything submitted is over; raises as :meth:`raise_if_failed`."""
+        """Blocks until everything submitted is over. Raises as :meth:`raise_if_failed` does."""
         self._last_future.wait()
         self.raise_if_failed()
 
     def close(self) -> None:
-        """Lets queued work finish and ends the thread. Further calls do nothing."""
+        """Finishes queued work and ends the thread. Further calls do nothing."""
         if not self._closed:
             self._closed = True
             self._queue.put(None)

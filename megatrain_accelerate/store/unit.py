@@ -1,5 +1,5 @@
-"""The store: the home of weights, fp32 masters, moments and gradients, unit by unit, on the host unless the plan moves a unit.
-A bf16 weight, which is what streams, and its residual are the master (``csrc/split_master.h``); an fp32 weight is its own."""
+"""Stores weights, fp32 masters, moments and gradients of each unit, on the host unless the plan moves the unit. A bf16 weight,
+which streams, and its residual are the master (``csrc/split_master.h``). An fp32 weight is its own master."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from megatrain_accelerate.store.segments import FlatStates
 from megatrain_accelerate.store.shared_store import SharedStore, SharedUnit
 
 BytesOf = Callable[[int, int], torch.Tensor]
-"""The bytes of a slot from one place to another, uint8."""
+"""Returns the bytes of a slot between two offsets, as uint8."""
 PASSING_BUFFERS = 3
-"""Host buffers for gradients that pass (``host_gradients``): one is filled, one stepped from, one between the two."""
+"""Host buffers with ``host_gradients: passing``: one is filled, one is read by a step, one is between the two."""
 
 
 class HostUnit:
-    """Owner of one unit's host memory: a streamed layer's, or a resident group's.
+    """Owner of the memory of one unit: a streamed layer, or a resident group.
 
     Writers: adoption, the step worker (weights, residuals, moments), the d2h stream or the step worker (gradients), and
     whoever writes to the parameters from outside (``load_state_dict``). Readers: the h2d stream (weights), the step worker.
-    :attr:`version` changes whenever a device copy of the weights becomes stale. Weights and residuals are made with the unit;
-    gradients and moments are promised when it is to be trained, and made when they are first needed, see :meth:`allocate`.
+    :attr:`version` changes whenever device copies of the weights become stale. Gradients and moments are promised when the
+    unit is to be trained, and allocated when they are first needed, see :meth:`allocate`.
 
     Args:
-        parameters: (name, parameter) of the unit, once, in model order; each computes in its one of ``dtypes``, by ``id``.
+        parameters: (name, parameter) of the unit, each once, in model order. ``dtypes`` has their compute dtypes, by ``id``.
         register: see :class:`HostMemory`.
-        holds_masters: False if the weights are all there is of them: loaded in bf16, and not to be trained so far.
+        holds_masters: False if the weights were loaded in bf16 and aren't to be trained yet: they have no residuals.
         moments_dtype: fp32, bf16, or int8 for codes and scales.
-        store: what several ranks share; the first one's values count.
+        store: the memory that several ranks share. The first rank's values are adopted.
     """
 
     def __init__(
@@ -56,35 +56,35 @@ class HostUnit:
         self.name = name
         self._host_kernels = kernels
         self.kernels: StepKernels = kernels
-        """Those of the unit's home."""
+        """Kernels of the unit's home: the host or :attr:`device`."""
         self.device: torch.device | None = None
-        """Where the unit lives if not on the host, see :meth:`move`."""
+        """The device on which the unit lives, None for the host. See :meth:`move`."""
         self._register = register
         self.moments_dtype = moments_dtype
         self.memory: dict[str, HostMemory | DeviceMemory] = {}
         self._promised: set[str] = set()
-        """What memory was promised for, whether it has been made or not."""
+        """Kinds of memory that were promised, whether they are allocated or not."""
         self.layout = FlatLayout.of(parameters, dtypes)
         self.sizes = sizes_by_kind(self.layout, moments_dtype)
         self.sums_device: torch.device | None = None
-        """Where fp32 sums of gradients are made, if not at the unit's home: residents' are wherever these compute."""
+        """Where fp32 sums of gradients are made, None for the unit's home. Residents' are made where these compute."""
         self.shared = None if store is None else SharedUnit(store, self.layout, self.sizes)
         self.share = self.layout.share_of(0, 1) if self.shared is None else self.shared.share
-        """What of the states this process steps: all of them unless ranks share the unit."""
+        """The states that this process steps: all of them unless several ranks share the unit."""
         self.gradient_runs = self.layout.gradient_runs
         self.own_gradients = _own(self.gradient_runs, self.share)
-        """What copies from a gradient slot move: of its gradients those that this process steps."""
+        """The gradients that this process steps, which are the ones that it copies from a gradient slot to the host."""
         self.device_states: DeviceStates | None = None
-        """The share's on the device, where it is stepped there while the unit lives on the host."""
+        """The share's states on the device, if they are stepped there while the unit lives on the host."""
         self.version = 0
-        # Flat, as :class:`FlatStates` has them; empty or None before they are made.
+        # Flat buffers as in :class:`FlatStates`. They are empty or None until they are allocated.
         self.weights = torch.empty(0)
         self.residuals = torch.empty(0, dtype=torch.int16)
         self.gradients: torch.Tensor | None = None
         self.gradient_residuals: torch.Tensor | None = None
         self.moments: Moments | None = None
         self.passes_gradients = False
-        """Whether gradients have no memory here: :attr:`gradients` is then the buffer that they came in last."""
+        """Whether gradients have no memory of their own: :attr:`gradients` is the buffer to which they were last copied."""
         self.states = [
             ParameterState(ParamHandle(parameter), entry, parameter.data, share=None if store is None else self.share)
             for (_, parameter), entry in zip(parameters, self.layout.entries, strict=True)
@@ -106,12 +106,12 @@ class HostUnit:
         shared = None if self.shared is None else self.shared.map(kind)
         memory = HostMemory(size_bytes, register=register, shared=shared)
         memory.is_touched = touch or shared is not None
-        if touch and shared is None:  # what others may have written to isn't zeroed
+        if touch and shared is None:  # other ranks may have written to shared memory
             self._host_kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
         return memory
 
     def _bind(self, kind: str) -> None:
-        """Makes the unit's views of one kind of its memory, and its parameters'."""
+        """Rebinds the unit's and its parameters' views to the memory of this kind."""
         tensor, elements, moments_dtype = self.memory[kind].tensor, self.layout.state_elements, self.moments_dtype
         if kind == "moments":
             self.moments = moments_within(tensor, elements, 0, (elements,), moments_dtype)
@@ -129,7 +129,7 @@ class HostUnit:
             elif kind == "moments":
                 moments = moments_within(tensor, elements, offset, spec.shape, moments_dtype)
                 for view, place in zip(state.moments or (), moments, strict=False):
-                    view.data = place  # an optimizer's state shows the same tensors wherever the unit lives
+                    view.data = place  # the optimizer's state keeps its tensors wherever the unit lives
                 state.moments = state.moments or moments
             elif state.entry.has_residual and kind == "residuals":
                 residual = tensor(2 * offset, spec.shape, torch.int16)
@@ -146,13 +146,13 @@ class HostUnit:
         if state.residual is not None and value.dtype == torch.float32:
             self._host_kernels.split(value.cpu(), state.weight, state.residual)
         elif value.dtype == state.weight.dtype:
-            copy_bytes(state.weight, value, self._host_kernels)  # all threads read a file faster than one does
+            copy_bytes(state.weight, value, self._host_kernels)  # all threads read a mapped file faster than one does
         else:
             state.weight.copy_(value)
 
     def weights_on(self, device: torch.device) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """Copies of the parameters' weights there. Of those that ranks share they are views of a flat buffer with room for
-        equal parts of all, which is returned, too."""
+        """Copies the parameters' weights to the device. If ranks share the unit, the copies are views of a flat buffer with
+        room for the ranks' equal ranges, which is returned, too."""
         if self.shared is None:
             copies = [torch.empty_like(state.weight, device=device) for state in self.states]
             for copy, state in zip(copies, self.states, strict=True):
@@ -164,8 +164,8 @@ class HostUnit:
         return buffer, [with_own_storage(view) for view in self.layout.views(buffer)]
 
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
-        """Sets a parameter's master, and so its weight, from any floating ``value`` of its shape; else a ``StateError``. An
-        ``UnsupportedError`` where ranks share it, unless each writes the same."""
+        """Sets a parameter's master and weight from a floating-point ``value``. Raises a ``StateError`` if its shape or dtype
+        doesn't fit, and an ``UnsupportedError`` if ranks share the unit and don't all write the same (``load_state_dict``)."""
         if self.shared is not None and not self.shared.store.is_loading:
             raise UnsupportedError(
                 f"weights of {self.name} were written to, which several processes share: each would write over what "
@@ -185,13 +185,13 @@ class HostUnit:
                 self.kernels.split(value, state.weight, state.residual)
                 return
             if bool((state.weight == value).all()):
-                return  # moved to another device, not written to: the master behind it stays
+                return  # it was moved to another device, not written to: the residual stays valid
             state.weight.copy_(value)
         if state.residual is not None:
             state.residual.zero_()
 
     def read_master(self, state: ParameterState) -> torch.Tensor:
-        """A new fp32 host tensor with the parameter's master, in its shape; for a frozen one, its weight."""
+        """A parameter's master, or its weight if it has no residual, as a new fp32 tensor on the host."""
         if state.residual is None:
             return state.weight.to("cpu", torch.float32, copy=True)
         master = torch.empty(state.weight.shape, dtype=torch.float32, device=state.weight.device)
@@ -200,27 +200,27 @@ class HostUnit:
 
     @property
     def flat_states(self) -> FlatStates:
-        """All of its states, where it lives; with moments that are made."""
+        """All of the unit's states. The moments must be allocated."""
         assert self.moments is not None
         return FlatStates(0, self.weights, self.residuals, self.moments, self.gradients, self.gradient_residuals)
 
     def bring_states(self) -> None:
-        """Makes this process's share of residuals and moments on the host valid, see :meth:`DeviceStates.leave`."""
+        """Makes this process's share of residuals and moments valid on the host, see :meth:`DeviceStates.leave`."""
         if (states := self.device_states) is not None and self.moments is not None:
             states.leave(self.flat_states)
             self.memory["moments"].is_touched = True
 
     def allocate(self, kind: str, touch: bool = True) -> None:
-        """Makes one kind of memory, zero, where the unit lives, if it is missing and the unit has something of that kind.
-        Gradients only if they were promised, and not on the device, where they are autograd's own. What isn't touched here
-        counts as promised until it is."""
+        """Allocates one kind of memory, zeroed, where the unit lives, if it is missing and the unit has any of that kind.
+        Gradients are allocated only if they were promised, and not on the device, where they are autograd's own. With
+        ``touch=False`` the pages are first touched by a later writer, and count as promised until then."""
         is_unwanted = kind == "gradients" and (kind not in self._promised or self.is_on_device)
         if kind in self.memory or not self.sizes[kind] or is_unwanted:
             return
         memory = self.memory[kind] = self._allocate(kind, touch)
         self._bind(kind)
         if self.shared is not None and not self.is_on_device:
-            # Pages of what this rank alone writes to are made on all its threads: zero, as they are.
+            # Makes the pages that this rank alone writes to on all its threads. They are zero in any case.
             if kind == "gradients" and self.gradients is not None:
                 self._host_kernels.zero(self.gradients[self.share.bytes])
             elif kind == "moments" and self.moments is not None:
@@ -230,27 +230,27 @@ class HostUnit:
             memory.register()
 
     def register_weights(self) -> None:
-        """Page-locks the weights on the host, for copies that nobody waits for. Does nothing the second time."""
+        """Page-locks the weights on the host, so that their copies are asynchronous. Does nothing the second time."""
         self.memory["weights"].register()
 
     def promise(self, kind: str) -> None:
-        """Gradients or moments will come: their memory counts as taken from now on, see :func:`available_host_bytes`."""
+        """Counts memory for gradients or moments as taken before it is allocated, see :func:`available_host_bytes`."""
         if self.sizes[kind] and not (kind == "gradients" and self.passes_gradients):
             self._promised.add(kind)
 
     def has(self, kind: str) -> bool:
-        """Whether memory of this kind exists or was promised."""
+        """Whether memory of this kind is allocated or promised."""
         return kind in self.memory or kind in self._promised
 
     @property
     def promised_bytes(self) -> int:
-        """Host memory that was promised and isn't taken yet, of a unit on the host; of several ranks each counts its share."""
+        """Promised host memory that isn't in use yet, of a unit on the host. Each of several ranks counts its share."""
         taken = {kind for kind, memory in self.memory.items() if memory.is_touched}
         missing = set() if self.is_on_device else self._promised - taken
         return sum(self.sizes[kind] for kind in missing) // (self.shared.ranks.size if self.shared else 1)
 
     def promised_moments(self, state: ParameterState) -> Moments | None:
-        """What a parameter's moments will be, without data; None where none were promised."""
+        """A parameter's promised moments as tensors without data. None if none were promised."""
         if "moments" not in self._promised:
             return None
         shape, of_dtype = state.entry.spec.shape, self.moments_dtype
@@ -261,12 +261,12 @@ class HostUnit:
         return self.device is not None
 
     def copies(self, of_slot: BytesOf) -> list[tuple[torch.Tensor, ...]]:
-        """What copies to a slot move: the flat weights, uint8, and their place there."""
+        """(source, target) of the copies to a slot: the flat weights as uint8, and their range there."""
         return [(self.weights, of_slot(0, self.layout.weight_bytes))]
 
     def copies_of_part(self, part: slice, buffer: torch.Tensor) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
-        """As :meth:`copies` of a part of the weights in bytes, to a flat buffer, and how many of these come from the host:
-        those that don't lie on the device, with the states of this process's share."""
+        """As :meth:`copies`, of a range of the weights in bytes to a flat buffer. Also returns how many of the bytes come from
+        the host: those that aren't on the device with the states of this process's share."""
         copies, there = [], slice(part.start, part.start)
         if self.device_states is not None and (found := self.device_states.weights_of(part)) is not None:
             there, weights = found
@@ -276,31 +276,31 @@ class HostUnit:
         return copies, sum(at.stop - at.start for at in of_host)
 
     def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a parameter's tensor, or of a gradient's, that this process steps: all of it unless it is shared."""
+        """The elements of a parameter's tensor, or of its gradient, that this process steps: all unless it is shared."""
         return tensor if self.shared is None else self.share.of(entry, tensor)
 
     of_slot = of
-    """The same of a gradient in a slot."""
+    """The same for a gradient in a slot."""
 
     def move(self, device: torch.device | None, kernels: StepKernels) -> None:
-        """What the unit has, its parameters' data and gradients among it, lives on ``device`` from now on, where gradients are
-        autograd's own; with None on the host again, in memory that is made and registered anew. ``kernels``: those of the new
-        home. No step and no copy may be pending, and it may have no :attr:`device_states`. Without room
-        (``torch.OutOfMemoryError``, ``HostMemoryError``) nothing moves."""
+        """Moves the unit, with its parameters' data and gradients, to ``device``, where gradients are autograd's own, or
+        (None) to newly allocated and registered host memory. ``kernels``: those of the new home. No step and no copy may be
+        pending, and it may have no :attr:`device_states`. Without enough memory (``torch.OutOfMemoryError``,
+        ``HostMemoryError``) nothing moves."""
         old_memory = self.memory
         sums = [(s, s.parameter.grad, s.sum_residual if s.handle.has_fp32_sum else None) for s in self.states]
         kinds = [kind for kind in old_memory if kind != "gradients"]
         if device is None and "gradients" in self._promised and any(gradient is not None for _, gradient, _ in sums):
             kinds.append("gradients")
         if device is not None and "moments" in self._promised.difference(kinds):
-            kinds.append("moments")  # before activations take the memory that the plan has for them
+            kinds.append("moments")  # before activations take the memory that the plan sets aside for moments
         before, self.device = self.device, device
         made: dict[str, HostMemory | DeviceMemory] = {}
         try:
             for kind in kinds:
                 made[kind] = self._allocate(kind)
                 made[kind].register()
-        except BaseException:  # all memory of the new home, or none: a move isn't left half-way
+        except BaseException:  # all memory of the new home or none, so that no move is left half-way
             self.device = before
             for memory in made.values():
                 memory.close()
@@ -331,30 +331,30 @@ class HostUnit:
         self.version += 1
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes that the unit holds now at its home, by what they hold."""
+        """Bytes that are allocated where the unit lives, by kind of memory."""
         always = dict.fromkeys(("weights", "gradients", "residuals", "moments"), 0)
         return {**always, **{kind: self.sizes[kind] for kind in self.memory}}
 
     def release(self) -> None:
-        """Gives the parameters back to ordinary memory, with their masters' full precision, and lets the store go."""
+        """Returns the parameters to ordinary memory, with their masters' full precision, and drops the unit's memory."""
         for state in self.states:
             state.handle.set_gradient(None)
             if state.parameter.shape != state.weight.shape:
-                continue  # resized by somebody, in memory of its own
+                continue  # somebody resized it: it has memory of its own
             master = self.read_master(state) if state.residual is not None else state.weight.to("cpu", copy=True)
             state.handle.give_back(master)
         for memory in self.memory.values():
             memory.close()
         self.version += 1
-        # The mapping goes with the last view of it.
+        # Memory is unmapped when its last view dies.
         self.states, self.memory, self._promised = [], {}, set()
         self.weights = self.residuals = torch.empty(0)
         self.gradients = self.gradient_residuals = self.moments = self.device_states = None
 
 
 class UnitRange:
-    """Some of the experts of a unit: a range of each of its parameters, whose dimensions are (experts, ...). In a slot the
-    ranges lie one behind the other, as the parameters of a small unit."""
+    """Some of the experts of a unit, whose parameters have the dimensions (experts, ...): a range of each parameter. In a slot
+    the ranges are contiguous, like the parameters of a small unit."""
 
     is_on_device = False
 
@@ -367,7 +367,7 @@ class UnitRange:
             self._runs.append(GradientRun(entry.spec.dtype, own.weight_offset, entry.weight_offset + begin, end - begin))
         runs = zip(self._runs, whole.layout.entries, strict=True)
         self.gradient_runs = [run for run, entry in runs if entry.spec.trainable]
-        """Its gradients in a slot: a run for each parameter that is trained."""
+        """The experts' gradients in a slot, one run for each trained parameter."""
         self.own_gradients = _own(self.gradient_runs, whole.share)
 
     @property
@@ -378,17 +378,17 @@ class UnitRange:
         self.whole.register_weights()
 
     def copies(self, of_slot: BytesOf) -> list[tuple[torch.Tensor, ...]]:
-        """As those of the whole unit, one for each parameter."""
+        """As :meth:`HostUnit.copies`, one copy for each parameter."""
         return [(self.whole.weights[run.in_unit], of_slot(run.in_slot.start, run.in_slot.stop)) for run in self._runs]
 
     def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
-        """The range's part of a parameter's tensor, or of a gradient's, as far as this process steps it."""
+        """The experts' elements of a parameter's tensor, or of its gradient, that this process steps."""
         if self.whole.shared is None:
             return self.experts.of(tensor)
         return tensor.reshape(-1)[self.whole.share.among(entry, *self.experts.elements(entry))]
 
     def of_slot(self, entry: FlatEntry, gradient: torch.Tensor) -> torch.Tensor:
-        """The same of the range's own gradient in a slot; ``entry`` is the whole parameter's."""
+        """The same for the experts' own gradient in a slot. ``entry`` is the whole parameter's."""
         if self.whole.shared is None:
             return gradient
         first, last = self.experts.elements(entry)
@@ -401,7 +401,7 @@ def _own(runs: Iterable[GradientRun], share: Share) -> list[GradientRun]:
 
 
 def sizes_by_kind(layout: FlatLayout, moments_dtype: torch.dtype) -> dict[str, int]:
-    """Bytes of all that a unit of this layout may have, by what they hold."""
+    """Bytes of each kind of memory that a unit of this layout can have."""
     residuals = 2 * layout.split_elements
     return {
         "weights": layout.weight_bytes,
@@ -415,8 +415,8 @@ def sizes_by_kind(layout: FlatLayout, moments_dtype: torch.dtype) -> dict[str, i
 def planned_host_bytes(
     layouts: Iterable[FlatLayout], moments_dtype: torch.dtype, training: bool, fp32_sums: bool = False, passing: int = 0
 ) -> dict[str, int]:
-    """Bytes that units of these layouts will take with the fused optimizer, by what they hold. ``training``: whether there are
-    gradients and moments. ``passing``: how many of the first units have gradients that pass."""
+    """Bytes that units of these layouts will take with the fused optimizer, by kind of memory. ``training``: whether there are
+    gradients and moments. ``passing``: how many of the first units have gradients that pass through shared buffers."""
     units = [sizes_by_kind(layout, moments_dtype) for layout in layouts]
     parts = {kind: sum(unit[kind] for unit in units) for kind in ("weights", "gradients", "residuals", "moments")}
     passed = [unit["gradients"] for unit in units[:passing]]

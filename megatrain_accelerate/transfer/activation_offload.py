@@ -1,8 +1,9 @@
-"""Activations to host memory in forward and back in backward, when the link has time for them and the device no room.
+"""Offloads activations to the host in forward and prefetches them in backward, if the link has time and memory is short.
 
-A *recording* has the storages of the device that one run of a layer saves for its backward, each once. When the layer's
-forward has been issued the d2h stream copies them out, and in backward, one run ahead, the h2d stream back into new memory:
-the idea of vDNN (Rhu et al., arXiv 1602.08124) and ``torch.autograd.graph.save_on_cpu``, which waits for each copy.
+A *recording* has the storages on the device that one run of a layer saves for its backward, each once. When the layer's
+forward has been issued the d2h stream copies them to the host, and in backward the h2d stream copies them to new memory ahead
+of their use: the idea of vDNN (Rhu et al., arXiv 1602.08124), and of ``torch.autograd.graph.save_on_cpu``, which waits for
+each copy.
 """
 
 from __future__ import annotations
@@ -25,34 +26,34 @@ from megatrain_accelerate.transfer.streams import Place
 from megatrain_accelerate.units import MIB
 
 MIN_OFFLOADED_BYTES = 1 * MIB
-"""Smaller storages stay on the device: their copies would cost more to issue than their memory is worth."""
+"""Smaller storages stay on the device: to issue their copies would cost more than their memory is worth."""
 
 EVERY_RUN = -1
-"""In the place of a run's number: what all runs of a call need."""
+"""Stands for a run's number where all runs of a call need a recording."""
 
 
 @dataclasses.dataclass
 class _Arrival:
-    """The end of one batch of copies back: compute waits for it once, before it first uses what they bring."""
+    """The end of one batch of copies to the device. Compute waits for it once, before it first uses what they bring."""
 
     event: Any
     is_waited_for: bool = False
 
 
 class _OffloadedStorage:
-    """One storage, over which ``source`` is a tensor, on its way to the host (written by the d2h stream) and back (by the h2d
-    stream). Owner: the :class:`OffloadedTensor` objects that autograd holds in the place of tensors; with the last of them it
-    gives its host memory back."""
+    """One storage, of which ``source`` is a tensor. The d2h stream copies it to the host, the h2d stream copies it back.
+    Owner: the :class:`OffloadedTensor` objects that autograd holds instead of tensors. The last of them gives back the host
+    memory."""
 
     def __init__(self, source: torch.Tensor, label: str, offloader: ActivationOffloader) -> None:
         self.label = label
         self.offloader = offloader
         self.on_device: torch.UntypedStorage | None = source.untyped_storage()
-        """The storage itself until its copy out is over; in backward what came back; else None."""
+        """The original storage until its copy to the host is over, in backward the one that was copied back, else None."""
         self.size_bytes = self.on_device.nbytes()
         self.block: HostBlock = []
         self.last_copy_event: Any = None
-        """Over when no copy uses the host memory any more."""
+        """Once it is over no copy uses the host memory."""
         self.arrival: _Arrival | None = None
         self.was_written = False
         self._witness: torch.Tensor | None = source
@@ -64,13 +65,13 @@ class _OffloadedStorage:
             self.was_written |= self._witness._version != self._version
 
     def leave_device(self) -> None:
-        """The copy out is ordered before all that compute does from now on: the device's memory may be used again."""
+        """Drops the original storage. Its copy is ordered before all later work of compute, which may use the memory again."""
         self.look_for_writes()
         self.on_device = self._witness = None
 
     def __del__(self) -> None:
         if self.arrival is not None and not self.arrival.is_waited_for:
-            # A backward that ended early: the copy back may still write the memory.
+            # The backward ended early: the copy to the device may still write to the memory.
             self.offloader.strays.append((self.arrival, self.on_device))
         if self.block:
             self.offloader.pool.give_back(self.block, self.last_copy_event)
@@ -78,32 +79,32 @@ class _OffloadedStorage:
 
 @dataclasses.dataclass(frozen=True)
 class OffloadedTensor:
-    """What autograd holds instead of a tensor that went to the host: the storage, and the tensor's view of it."""
+    """What autograd holds instead of an offloaded tensor: the storage, and the tensor's view of it."""
 
     saved: _OffloadedStorage
     place: Place
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, on the device again. Raises what :meth:`ActivationOffloader.on_device` does."""
+        """The tensor, on the device again. Raises as :meth:`ActivationOffloader.on_device` does."""
         storage, (dtype, shape, stride, offset) = self.saved.offloader.on_device(self.saved), self.place
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
 class Recording:
-    """What one run of a layer, which the ``label`` names, saves for backward and may leave the device: not the storages of the
-    tensors that ``stay``, since others hold them anyway."""
+    """What one run of a layer, which ``label`` names, saves for backward and may be offloaded. Storages of the tensors that
+    ``stay`` aren't, since others hold them anyway."""
 
     def __init__(self, offloader: ActivationOffloader, label: str, stay: Iterable[torch.Tensor] = ()) -> None:
         self.label = label
         self._offloader = offloader
         self._stay = {tensor.untyped_storage().data_ptr() for tensor in stay}
-        # Held until the run is issued: the address of a storage names it only as long as it lives.
+        # Keeps storages until the run is issued: an address identifies a storage only while it lives.
         self._open: dict[tuple[int, int], _OffloadedStorage] | None = {}
         self.storages: weakref.WeakValueDictionary[tuple[int, int], _OffloadedStorage] = weakref.WeakValueDictionary()
-        """Once sealed, those that backward still needs."""
+        """Once the recording is sealed, the storages that backward still needs."""
 
     def place(self, tensor: torch.Tensor) -> OffloadedTensor | None:
-        """A place for a tensor that is to leave the device, or None for one that stays."""
+        """What autograd is to hold instead of a tensor that will be offloaded. None for a tensor that stays on the device."""
         if (
             self._open is None
             or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
@@ -122,7 +123,7 @@ class Recording:
         return OffloadedTensor(self._open[key], place)
 
     def seal(self) -> list[_OffloadedStorage]:
-        """Ends the recording; returns its storages, which only autograd holds from now on."""
+        """Ends the recording. Returns its storages, which only autograd holds from then on."""
         assert self._open is not None
         self.storages.update(self._open)
         storages, self._open = list(self._open.values()), None
@@ -131,7 +132,7 @@ class Recording:
 
 @dataclasses.dataclass
 class _CopyOut:
-    """Copies out of a run that were issued, with what must stay on the device until they are over."""
+    """Issued copies of one run to the host, with the storages that must stay on the device until they are over."""
 
     run: int
     tape: Tape
@@ -143,34 +144,34 @@ class _CopyOut:
 class ActivationOffloader:
     """Moves recordings between device and host. One object per engine.
 
-    The launching thread gives up a run's storages on the device :attr:`spacing` runs later, or when another run's have come
-    after them: compute is made to wait for their copy and the references go. So the peak, two runs' storages, doesn't depend
-    on timing. In backward storages come back ``spacing`` calls ahead; what is still there isn't copied.
+    The launching thread gives up a run's device memory :attr:`spacing` runs later, or when another run was offloaded after it:
+    it makes compute wait for the copies and drops its references. So the peak, two runs' storages, doesn't depend on timing.
+    In backward storages are prefetched ``spacing`` calls ahead. Those that are still on the device aren't copied.
     """
 
     def __init__(self, pool: HostPool, meter: Meter) -> None:
         self.pool = pool
         self.device = torch.empty(0, device=meter.streams.device).device  # with an index
         self.strays: collections.deque[tuple[_Arrival, torch.UntypedStorage | None]] = collections.deque()
-        """Device memory that was given up before compute waited for the copy into it."""
+        """Device memory that was dropped before compute waited for the copy into it."""
         self.spacing = 1
-        """Runs of layers from one that is recorded to the next (``Placement.offload_spacing``)."""
+        """Runs of layers from one that is offloaded to the next (``Placement.offload_spacing``)."""
         self._streams, self._meter = meter.streams, meter
         self._run = 0
         self.leaving: list[_CopyOut] = []
         self._recordings: weakref.WeakKeyDictionary[Tape, dict[int, list[tuple[int, Recording]]]] = weakref.WeakKeyDictionary()
 
     def run_begins(self) -> None:
-        """A layer is about to run forward: of the runs before it the last one that left may still hold device memory."""
+        """Called when a layer is about to run. Of earlier runs at most the last offloaded one keeps its device memory."""
         self._run += 1
         self.give_up([left for left in self.leaving if left.run < max(self._run - self.spacing, self.leaving[-1].run)])
 
     def settle(self) -> None:
-        """A backward ended: all device memory whose copy was issued is given up."""
+        """Called when a backward ended. Gives up all device memory whose copies were issued."""
         self.give_up(list(self.leaving))
 
     def give_up(self, copies_out: Iterable[_CopyOut]) -> None:
-        """Gives up the device's memory of what has left, and of strays."""
+        """Gives up the device memory of these copies, and of strays."""
         while self.strays:
             self.wait_for(self.strays[0][0])
             self.strays.popleft()
@@ -182,15 +183,15 @@ class ActivationOffloader:
                 saved.leave_device()
 
     def wait_for(self, arrival: _Arrival) -> None:
-        """The compute stream waits until a copy from the host is over."""
+        """Makes the compute stream wait until copies from the host are over."""
         if not arrival.is_waited_for:
             # RAW: kernels must see the whole copy.
             self._meter.compute_waits_for(arrival.event, Cause.H2D)
             arrival.is_waited_for = True
 
     def send(self, recording: Recording, tape: Tape, position: int, run: int = EVERY_RUN) -> None:
-        """Issues the copies of what was recorded in a run whose kernels were all issued; a HostMemoryError without room.
-        Backward asks for it by the call's place on its forward pass and the number of the run, in forward order."""
+        """Issues the copies of a recording whose run's kernels were all issued, or raises a ``HostMemoryError`` without room.
+        Backward finds it by the call's position on the tape of its pass, and by the run's number in forward order."""
         storages = recording.seal()
         self._recordings.setdefault(tape, {}).setdefault(position, []).append((run, recording))
         if not storages:
@@ -211,13 +212,13 @@ class ActivationOffloader:
         self._meter.counters.d2h_bytes += sum(saved.size_bytes for saved in storages)
 
     def bring_back(self, tape: Tape, position: int, run: int) -> None:
-        """Starts the copies back for one run of a call (see :meth:`send`), and for what backward comes to next."""
+        """Issues the copies to the device for a run of a call (see :meth:`send`), and for the next runs of backward."""
         if not self._recordings:
             return
         near = range(position - self.spacing, position + 1)
         self.give_up([left for left in self.leaving if left.tape is not tape or left.position not in near])
         calls = self._recordings.get(tape, {})
-        runs = [(position, run), (position, run - 1)]  # backward takes a call's runs from the last
+        runs = [(position, run), (position, run - 1)]  # backward takes a call's runs in reverse
         if not run:
             runs[1:] = [(before, max((number for number, _ in calls.get(before, [])), default=0)) for before in near[-2::-1]]
         wanted = [at for place, number in runs for run_of, at in calls.get(place, []) if run_of in (number, EVERY_RUN)]
@@ -227,7 +228,7 @@ class ActivationOffloader:
                     self._bring_back(away)
 
     def on_device(self, saved: _OffloadedStorage) -> torch.UntypedStorage:
-        """The storage, usable by kernels issued from now on. An UnsupportedError if it was written to since."""
+        """The storage, for kernels issued after this. Raises an ``UnsupportedError`` if it was written to since saved."""
         saved.look_for_writes()
         if saved.was_written:
             raise UnsupportedError(
@@ -261,14 +262,14 @@ class ActivationOffloader:
         self._meter.counters.h2d_bytes += sum(saved.size_bytes for saved in storages)
 
     def copy(self, block: HostBlock, storage: torch.UntypedStorage, to_host: bool) -> None:
-        """Issues the copies between a block on the host and memory on the device."""
+        """Issues the copies between a block on the host and a storage on the device."""
         flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         for part, on_device in zip(block, flat.split([part.numel() for part in block]), strict=True):
             target, source = (part, on_device) if to_host else (on_device, part)
             target.copy_(source, non_blocking=True)
 
     def close(self) -> None:
-        """Gives up what is on the device, and unregisters the host memory."""
+        """Gives up device memory and unregisters host memory."""
         self.settle()
         self.pool.close()
 
@@ -277,8 +278,8 @@ class ActivationOffloader:
 def inputs_offloaded(
     offloader: ActivationOffloader, label: str, tensors: Sequence[torch.Tensor], tape: Tape, position: int
 ) -> Iterator[None]:
-    """What autograd saves of a call's inputs while the body runs goes to the host, if gradients flow to it. Other inputs
-    (masks, position embeddings) are the same tensors for all layers, and stay."""
+    """Offloads what autograd saves of a call's inputs while the body runs, if gradients flow to it. Other inputs (masks,
+    position embeddings) are the same tensors for all layers, and stay on the device."""
     recording = Recording(offloader, label, [tensor for tensor in tensors if not tensor.requires_grad])
     with saved_tensors_hooks(
         lambda tensor: recording.place(tensor) or tensor,

@@ -1,4 +1,4 @@
-"""In which order layers run: learned from the calls, used to know what to fetch next."""
+"""The order in which layers run, learned from their calls, which tells what to fetch next."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 
 class OpenForward:
-    """Lives as long as the graph of one forward pass: held by its calls only."""
+    """A mark of one forward pass that lives as long as its graph, since only the graph's calls hold it."""
 
 
 class Tape:
-    """The layer calls of one forward pass, by index, of those that an ``order`` predicts. Each knows its position on it."""
+    """The layer calls of one forward pass, by index, which ``order`` predicts. Each call knows its position on the tape."""
 
     def __init__(self, order: CallOrder) -> None:
         self.order = order
@@ -19,19 +19,19 @@ class Tape:
         self._open_forward: weakref.ref[OpenForward] | None = None
 
     def open_forward(self) -> OpenForward:
-        """What tells whether the graph of a call is alive; the same for all calls of the pass."""
+        """The mark that tells whether the graph of a call is alive. It is the same for all calls of the pass."""
         if self._open_forward is None or (found := self._open_forward()) is None:
             self._open_forward = weakref.ref(found := OpenForward())
         return found
 
 
 class CallOrder:
-    """Predicts the next layers from the last complete forward pass, and before the first by index. A wrong prediction costs a
-    copy, never a result.
+    """Predicts the next layers from the last complete forward pass, and before the first one by index. A wrong prediction
+    costs a copy, never a result.
 
-    A pass begins when the layer that began the last one runs again, unless it is the only layer. Of parts of layers, which a
-    layer may call several times, it begins with one of the layers, whose order is the ``leader``. Passes that all ranks make
-    ``together`` have an order of their own, the same on all of them.
+    A new pass begins when the first layer of the current one runs again, unless it is the only layer. Parts of layers have an
+    order of their own, since a layer may call them several times. Their pass begins with a pass of the layers, whose order is
+    the ``leader``. Passes that all ranks make ``together`` have an order of their own, which is the same on all ranks.
     """
 
     def __init__(self, layer_count: int, leader: CallOrder | None = None, together: bool = False) -> None:
@@ -44,7 +44,7 @@ class CallOrder:
         self._led_by: Tape | None = None
 
     def record(self, index: int) -> tuple[Tape, int]:
-        """Notes a forward call; returns the pass's tape and the call's position on it."""
+        """Notes a forward call. Returns the tape of its pass and the call's position on it."""
         calls, leading = self._tape.calls, None if self._leader is None else self._leader._tape
         if leading is not None:
             begins = self._led_by is not leading
@@ -59,11 +59,11 @@ class CallOrder:
         return self._tape, len(calls) - 1
 
     def end_pass(self) -> None:
-        """The next call begins a new pass, whichever layer it is (a backward ended, a forward of the model begins)."""
+        """Makes the next call begin a new pass, whichever layer it is (a backward ended, a forward of the model begins)."""
         self._ended = True
 
     def after_forward(self, tape: Tape, position: int, count: int, backward_follows: bool) -> Sequence[int]:
-        """Indices expected after the forward call at ``position``, nearest first, ``count`` of them."""
+        """Indices of the layers that are expected after the forward call at ``position``, nearest first, at most ``count``."""
         index = tape.calls[position]
         try:
             place = position if self._expected[position] == index else self._expected.index(index)
@@ -77,7 +77,7 @@ class CallOrder:
         return following
 
     def after_backward(self, tape: Tape, position: int, count: int, forward_follows: bool) -> Sequence[int]:
-        """Indices expected after the backward of the call at ``position``."""
+        """Indices of the layers that are expected after the backward of the call at ``position``, as :meth:`after_forward`."""
         following = tape.calls[max(0, position - count) : position][::-1]
         if len(following) < count and forward_follows:
             following = following + tape.calls[: count - len(following)]

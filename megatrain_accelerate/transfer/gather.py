@@ -1,28 +1,28 @@
-"""Fetches that several ranks make together: each copies a part of a layer's weights over its own link, and all gather the
-parts between their devices. Host memory is read once for all of them, and a link carries one part; none where a layer's states
-are on the devices, which have the parts already.
+"""All-gathers of weights: each rank copies a range of a layer's weights over its own link, and the ranks gather the ranges
+between their devices. So host memory is read once for all of them, and a link carries one range. Where a layer's states are on
+the devices, these have the ranges already, and links carry nothing.
 
-A rank waits for ever in a gather that another one doesn't join. So all gather the same layers in the same order, by rules
-that use nothing but what all ranks have alike:
+A rank hangs in an all-gather that another one doesn't join. So all ranks gather the same layers in the same order, by rules
+that use only what is the same on all ranks:
 
-- **Which calls.** Those that have a graph, of training forwards of the whole model, which all ranks make; and their backwards.
-  A rank copies whole layers for all else, which it may do alone: evaluations, generations, trials of the plan. Nothing is
-  gathered for a model with a frozen layer, since a rank may leave it out (that of pictures, say). No rank may leave out one
-  that is trained: its gradients are exchanged.
+- **Which calls.** Those with a graph, in training forwards of the whole model, which all ranks make, and their backwards. For
+  all else, which a rank may do alone (evaluations, generations, trials of the plan), it copies whole layers. A model with a
+  frozen layer gathers nothing, since a rank may skip that layer (of an image encoder, say). No rank may skip a layer that is
+  trained: its gradients are exchanged.
 - **What is expected.** These passes have a :class:`~megatrain_accelerate.transfer.call_order.CallOrder` of their own.
-- **What is there.** A slot notes what was gathered into it last, and when a gathered layer was last used there. Whether a
-  layer is there, and which slot is overwritten, these notes decide, which nothing that a rank does alone changes. A rank that
-  has copied something else over what was gathered copies that layer again, whole and alone.
-- **Residents**, whose states are on the devices, are gathered into their own memory at two places that all ranks pass: those
-  before the layers when the forward begins, the others when the last layer is called. A rank that needs their weights for
-  something else before copies them whole, and gathers them all the same.
-- **Which slots.** Layers that one rank holds for its evaluations, in slots of their own, are let go of before. When a plan was
-  made, by which layers may have moved, nothing counts as gathered.
-- **When.** A step may be applied for one rank and not yet for another. So slots are chosen whether it is or not, and gathers
-  are issued in the order of the choices: when their steps are applied, or, waiting for that, when the layer is needed or the
-  forward ends. A backward fetches what its forward had, of which no step is under way.
+- **What slots hold.** A slot notes what was last gathered into it, and when a gathered layer was last used in it. Nothing that
+  a rank does alone changes these notes, and they alone decide whether a layer is in a slot, and which slot is overwritten. A
+  rank that has copied something else over a gathered layer copies that layer again, whole and alone.
+- **Residents** whose states are on the devices are gathered into their own memory at two points that all ranks pass: those
+  before the layers when the forward begins, the others when the last layer is called. A rank that needs their weights earlier,
+  for something else, copies them whole, and takes part in the gather all the same.
+- **Which slots.** Slots in which one rank holds layers for its evaluations are given up before. After a plan, which may have
+  moved layers, nothing counts as gathered.
+- **When.** A step may be applied on one rank and not yet on another. So slots are chosen whether it is or not, and gathers are
+  issued in the order of the choices: once their steps are applied, or, with a wait for that, when the layer is needed or the
+  forward ends. A backward fetches what its forward had, of which no step is pending.
 
-Where scripts break the rules (a layer is repeated more often on one rank, say), names are compared before each gather.
+Scripts may break the rules (a layer runs more often on one rank, say), so ranks compare names before each gather.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from megatrain_accelerate.store.layout import part_bytes, part_of
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.meter import Cause, Meter
 
-# The name of torch 2.13, which warns of the older one.
+# torch 2.13 warns of the older name.
 all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 class Gather:
-    """The parts into which weights are cut, and the collective that puts them together. All ranks make it."""
+    """Divides weights into ranges and gathers them. All ranks make this object."""
 
     def __init__(self, file: SharedFile, ranks: Ranks) -> None:
         self._ranks = ranks
-        # With a communicator of its own: in the exchange's, it would wait for gradients that are still computed.
+        # A communicator of its own: in that of gradients it would wait for those that are still being computed.
         self._group = dist.new_group(timeout=ranks.timeout)
         self._order = OrderCheck(file, ranks, "weights")
 
     def slot_bytes(self, size_bytes: int) -> int:
-        """What a slot needs for weights of this size: equal parts, of which the last may not be filled."""
+        """Size of a slot for weights of ``size_bytes``: equal ranges, of which the last may be partly filled."""
         return self._ranks.size * part_bytes(size_bytes, self._ranks.size)
 
     def fetch(self, unit: HostUnit, buffer: torch.Tensor, name: str, meter: Meter, stream: Any) -> None:
-        """Issues the copies of this rank's part of a unit's weights to a flat buffer, and what makes it all parts, on the
-        ``stream``, which is current."""
+        """Issues the copies of this rank's range of a unit's weights to a flat buffer, and the all-gather of all ranges.
+        ``stream`` is the current stream."""
         size_bytes, ranks = unit.layout.weight_bytes, self._ranks
         own_part = part_of(size_bytes, ranks.rank, ranks.size)
         copies, copied_bytes = unit.copies_of_part(own_part, buffer)

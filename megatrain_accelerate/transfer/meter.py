@@ -1,7 +1,6 @@
-"""Counters of what the engine moved and waited for, for the telemetry, and ranges of a profile. The GPU's own clock tells how
-long it stood still: a pair of timing events on the compute stream, around a wait. A thread that is blocked while the GPU still
-has kernels to run counts as no idle GPU, since these delay both events alike. Events are read when they are over, and used
-again."""
+"""Counters of what the engine copied and waited for, for the telemetry, and named ranges in profiles. A pair of timing events
+on the compute stream, around a wait, tells how long the GPU was idle by its own clock. If a thread is blocked while the GPU
+still has kernels to run, that isn't idle time: they delay both events alike. Events are reused when they are over."""
 
 from __future__ import annotations
 
@@ -25,22 +24,22 @@ _NO_RANGE = contextlib.nullcontext()
 
 
 def named_range(name: str) -> contextlib.AbstractContextManager[object]:
-    """A range of this name around the body in a profile (``torch.profiler``)."""
+    """A range with this name around the body in a profile (``torch.profiler``)."""
     # ``record_function`` alone takes 6 us even while nobody profiles.
     return record_function(name) if torch.autograd._profiler_enabled() else _NO_RANGE
 
 
 class Cause(str, enum.Enum):
-    """What the compute stream stood still for."""
+    """What the compute stream waited for."""
 
     H2D = "h2d"
-    """A layer's weights were still on their way."""
+    """A layer's weights or activations were still being copied to the device."""
     D2H = "d2h"
-    """No gradient slot was free."""
+    """A gradient slot, or memory of offloaded activations, was still being copied to the host."""
     HOST_STEP = "host_step"
     """The host optimizer hadn't applied a step yet."""
     BACKWARD_END = "backward_end"
-    """The last gradients of a backward were still on their way."""
+    """The last gradients of a backward were still being copied to the host."""
 
 
 @dataclasses.dataclass
@@ -51,35 +50,35 @@ class Counters:
     d2h_bytes: int = 0
     weight_fetches: int = 0
     optimizer_wait_ms: float = 0.0
-    """Time the launching thread was blocked by the host optimizer."""
+    """Time for which the host optimizer blocked the launching thread."""
     skipped_steps: int = 0
-    """Optimizer steps not taken because of a non-finite gradient norm."""
+    """Optimizer steps that were skipped because of a non-finite gradient norm."""
     h2d_wait_ms: float = 0.0
     d2h_wait_ms: float = 0.0
     host_step_wait_ms: float = 0.0
-    """With the part of a copy's wait that an earlier step would have saved."""
+    """Includes the part of a wait for a copy that an earlier step would have saved."""
     backward_end_wait_ms: float = 0.0
     h2d_copy_ms: float = 0.0
     d2h_copy_ms: float = 0.0
-    """Time in which the link was copying; of the copies that are over."""
+    """``*_copy_ms`` is the time for which the link was copying, for copies that are over."""
     h2d_copied_bytes: int = 0
     d2h_copied_bytes: int = 0
     """Bytes of the copies that ``*_copy_ms`` timed."""
     stepped_parameters: int = 0
     step_seconds: float = 0.0
-    """Time the step worker computed; without its waits for gradients."""
+    """Time for which the step worker computed, without its waits for gradients."""
     plan_seconds: float = 0.0
-    """Spent on plans in training forwards: their runs without data and their measurements."""
+    """Time spent on plans in training forwards: on fake runs and measurements."""
 
     def add(self, cause: Cause, **amounts: float) -> None:
-        """Adds to the counters of these names that the cause has."""
+        """Adds each amount to the cause's counter of that name: ``wait_ms`` to ``h2d_wait_ms``, say."""
         counters = vars(self)
         for what, amount in amounts.items():
             counters[cause + "_" + what] += amount
 
 
 class UpdateGate:
-    """What readers of a memory wait for while the step worker uses it. That of a unit in ``parts`` is open if theirs are."""
+    """Makes readers of memory wait while the step worker uses it. With ``parts`` the gate is open if theirs are, too."""
 
     def __init__(self, parts: Sequence[UpdateGate] = ()) -> None:
         self._steps: Sequence[Future | StepOfAll] = ()
@@ -97,7 +96,7 @@ class UpdateGate:
         return all(step.is_done for step in self._steps) and all(part.is_open for part in self._parts)
 
     def wait(self) -> None:
-        """Blocks until the memory is valid; raises where this rank's step failed, or another rank doesn't take its own."""
+        """Blocks until the memory is valid. Raises if this rank's step failed, or another rank doesn't take its own."""
         for step in self._steps:
             step.wait()
         self._steps = ()
@@ -106,19 +105,19 @@ class UpdateGate:
 
 
 class Meter:
-    """Owner of the counters."""
+    """Owner of the counters and of the timing events."""
 
     def __init__(self, streams: Streams) -> None:
         self.counters = Counters()
         self.streams = streams
         self._pending: collections.deque[tuple[Any, Any, Callable[[float], None]]] = collections.deque()
         self._spare: list[tuple[Any, Any]] = []
-        # Copies of residents are issued by the step worker, beside the launching thread.
+        # The step worker, which copies residents, times copies beside the launching thread.
         self._lock = threading.Lock()
 
     def compute_waits_for(self, event: Any, cause: Cause, late_ms: float = 0.0) -> None:
-        """Makes the compute stream wait for the ``event`` behind a copy and accounts for the stall. The copy would have been
-        issued ``late_ms`` earlier but for the step of its weights."""
+        """Makes the compute stream wait for a copy's ``event``, and counts its idle time. Of that, up to ``late_ms`` count for
+        the host step: the copy would have been issued that much earlier but for the step of its weights."""
         compute_stream = self.streams.compute_stream
 
         def add(waited_ms: float) -> None:
@@ -130,13 +129,12 @@ class Meter:
             compute_stream.wait_event(event)
 
     def blocked_by(self, cause: Cause) -> _Timed:
-        """Accounts for the GPU's idle time while the body blocks the launching thread."""
+        """Counts the GPU's idle time while the body blocks the launching thread."""
         return _Timed(self, self.streams.compute_stream, lambda ms: self.counters.add(cause, wait_ms=ms))
 
     def copying(self, direction: Cause, copied_bytes: int, beside_compute: bool = False) -> _Timed:
-        """Counts and times the copies that the body issues; to be entered on their stream, behind what the stream waits for.
-        Those ``beside_compute`` are the step worker's, counted when they were announced; others hold up compute in the CPU
-        stand-in."""
+        """Counts and times copies that the body issues. Enter it on their stream, after that stream's waits. The step worker's
+        copies are ``beside_compute``, and counted when announced. In the CPU stand-in all others block compute."""
         streams = self.streams
         holds_up = not streams.is_cuda and not beside_compute
         if not beside_compute:
@@ -148,7 +146,7 @@ class Meter:
         return _Timed(self, streams.h2d_stream if direction is Cause.H2D else streams.d2h_stream, add)
 
     def wait_for_step(self, name: str, gate: UpdateGate) -> None:
-        """Blocks the launching thread until the gate is open, and accounts for that and for the GPU's idle time."""
+        """Blocks the launching thread until the gate is open. Counts that time, and the GPU's idle time."""
         if gate.is_open:
             gate.wait()
             return
@@ -159,14 +157,14 @@ class Meter:
 
     @contextlib.contextmanager
     def stepping(self, parameters: int) -> Iterator[None]:
-        """Times the arithmetic of a step on ``parameters`` parameters; entered by whoever computes."""
+        """Times the arithmetic of a step on ``parameters`` parameters. Entered by the thread that computes."""
         start = time.perf_counter()
         yield
         self.counters.step_seconds += time.perf_counter() - start
         self.counters.stepped_parameters += parameters
 
     def harvest(self) -> None:
-        """Adds up the stalls and copies that are over, without waiting."""
+        """Adds up the waits and copies that are over, without waiting for others."""
         with self._lock:
             for _ in range(len(self._pending)):
                 start, end, add = self._pending.popleft()
@@ -178,7 +176,7 @@ class Meter:
 
 
 class _Timed:
-    """Calls ``add`` with a stream's milliseconds from begin to end of the body, once known. Quicker than a generator."""
+    """Calls ``add`` with the milliseconds that the body took on a stream, once they are known. Faster than a generator."""
 
     def __init__(self, meter: Meter, stream: Any, add: Callable[[float], None]) -> None:
         self._meter = meter

@@ -1,4 +1,4 @@
-"""Protocols: what the ways of weights and gradients see of a model's parts, whose classes stand in upper folders."""
+"""Protocols by which this folder sees what is fetched and stepped. The classes are in folders that it may not import."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatrain_accelerate.transfer.meter import UpdateGate
 
 
 class Fetched(Protocol):
-    """What is fetched into a slot as a whole: a layer, or a part of its experts. ``index``: of all that share the slots."""
+    """What is fetched into a slot as a whole: a layer, or a part of its experts. ``index`` numbers all that share slots."""
 
     index: int
     name: str
@@ -20,11 +20,11 @@ class Fetched(Protocol):
     def unit(self) -> HostUnit | UnitRange: ...
 
     def refresh_if_written(self) -> None:
-        """Takes over weights that somebody wrote to the parameters since they were last seen."""
+        """Takes over weights that somebody has written to the parameters."""
 
 
 class Stepped(Protocol):
-    """What has a unit of its own: a layer, all experts of one that stream in parts, or a resident group."""
+    """What owns a unit: a layer, all experts of a layer that stream in parts, or a resident group."""
 
     name: str
     gate: UpdateGate
@@ -34,10 +34,10 @@ class Stepped(Protocol):
 
 
 class Streamed(Stepped, Fetched, Protocol):
-    """A layer, or all experts of one that stream in parts: what brings its gradients through slots. All experts together have
-    their layer's index and aren't fetched as a whole."""
+    """What sends its gradients through slots: a layer, or all experts of a layer that stream in parts. These have their
+    layer's index, and aren't fetched as a whole."""
 
     kind: str
-    """In messages, before the name."""
+    """What messages call it, before the name."""
     trainable: list[ParameterState]
     """The parameters that were trained when the model was prepared, in entry order."""

@@ -1,17 +1,18 @@
-"""The streams of the engine, the slots that its weights and gradients pass on the device, and a stand-in without a GPU.
+"""The engine's streams, the slots that hold weights and gradients on the device, and a stand-in without a GPU.
 
 =============== ==================================================== =============================================
 stream          carries                                              overlaps
 =============== ==================================================== =============================================
 compute_stream  the model's own kernels; always the current stream   both copy streams
 h2d_stream      weights, host to device, one copy a layer;           compute of the layer before, of the part before
-                of a part of its experts one copy a parameter
-d2h_stream      gradients, device to host, as many                   compute of the layer that follows in backward
+                for a part of its experts one copy a parameter
+d2h_stream      gradients, device to host, as many copies            compute of the layer that follows in backward
+both of these   offloaded activations; exchanges between ranks       compute of other layers
 step_stream     steps of states on the device of units on the host   the next forward
 arriving_stream their gradients, host to device, one copy a step     the step before
 =============== ==================================================== =============================================
 
-Events live on the objects that they protect, and order the reuse of slots, so that ``record_stream`` isn't needed.
+Events are attributes of the objects that they protect. They order the reuse of slots, so that ``record_stream`` isn't needed.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from megatrain_accelerate.store.layout import FlatLayout
 
 
 class Immediate:
-    """Stream and event of the CPU stand-in, where work is over when it is issued: nothing waits, all is complete. The host's
-    clock stands for the GPU's."""
+    """Stream and event of the CPU stand-in, whose work is over when it is issued: nothing waits. It uses the host's clock."""
 
     _recorded_at = 0.0
 
@@ -49,7 +49,7 @@ class Immediate:
 
 _NO_STREAM = contextlib.nullcontext()
 Place = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
-"""Where in a slot, or a storage, a tensor lies: dtype, shape, strides and offset, the last two in elements."""
+"""Dtype, shape, strides and offset of a tensor in a slot or a storage. The last two are in elements."""
 
 
 class Streams:
@@ -63,11 +63,11 @@ class Streams:
 
     @property
     def compute_stream(self) -> Any:
-        """The current stream: whatever the caller's kernels run on."""
+        """The current stream, on which the caller's kernels run."""
         return torch.cuda.current_stream(self.device) if self.is_cuda else Immediate()
 
     def event(self, timing: bool = False) -> Any:
-        """A new event, complete until it is first recorded."""
+        """A new event, which counts as complete until it is first recorded."""
         return torch.cuda.Event(enable_timing=timing) if self.is_cuda else Immediate()
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
@@ -75,13 +75,13 @@ class Streams:
         return torch.cuda.stream(stream) if self.is_cuda else _NO_STREAM
 
     def synchronize(self) -> None:
-        """Blocks until everything that was issued to the device is over. Between steps only."""
+        """Blocks until all work that was issued to the device is over. For use between steps only."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
 
 class _Slot:
-    """A flat uint8 buffer on the device, as long as the largest layer that it is to hold, and the layers' tensors in it."""
+    """A flat uint8 buffer on the device, as long as the largest layer that it is to hold, with cached views of it."""
 
     trainable_only = False
 
@@ -91,14 +91,14 @@ class _Slot:
         self._ranges: dict[tuple[int, int], torch.Tensor] = {}
 
     def bytes_of(self, begin: int, end: int) -> torch.Tensor:
-        """A part of the buffer. Made once for each."""
+        """A range of the buffer. The view is cached."""
         if (begin, end) not in self._ranges:
             with torch.inference_mode(False):
                 self._ranges[begin, end] = self.buffer[begin:end].data
         return self._ranges[begin, end]
 
     def views(self, layout: FlatLayout) -> list[torch.Tensor]:
-        """The buffer as the layout's tensors, in entry order. Made once for each layout."""
+        """The buffer as the layout's tensors, in entry order. They are cached for each layout."""
         if layout.key not in self._views:
             # Views made in inference mode could never require a gradient.
             with torch.inference_mode(False):
@@ -108,41 +108,40 @@ class _Slot:
 
 class WeightSlot(_Slot):
     """One layer's weights on the device, in its flat layout from byte 0. Owner: the prefetcher. Writer: the h2d stream.
-    Reader: the compute stream. May be written again once ``compute_finished_event`` is over."""
+    Reader: the compute stream. It may be written again once ``compute_finished_event`` is over."""
 
     def __init__(self, buffer: torch.Tensor, streams: Streams) -> None:
         super().__init__(buffer)
         self.address = buffer.untyped_storage().data_ptr()
-        """Where its memory begins: what tells that a tensor lies in it."""
+        """Address of the buffer, by which the slot of a tensor is found."""
         self.holder: tuple[int, int] | None = None
-        """(layer index, version of the unit's weights) that the buffer holds or is being filled with;
-        ``params_copied_event`` says when it is full."""
+        """(layer index, version of the unit's weights) that the buffer holds, or will once ``params_copied_event`` is over."""
         self.gathered: tuple[int, int] | None = None
-        """The same of what all ranks gathered into it last. If it isn't the holder, this rank has copied over it since."""
+        """As :attr:`holder`, for what all ranks last gathered. If they differ this rank has copied over it since."""
         self.last_used = self.last_gathered = 0
-        """When a call used it last, and when one that all ranks make did."""
+        """The prefetcher's clock when a call last used it, and when a call that all ranks make did."""
         self.users = 0
-        """How many calls of its layer issue kernels now that read it: nothing else may be copied into it meanwhile."""
+        """Number of calls of its layer that issue kernels that read it. Nothing else may be copied into it meanwhile."""
         self.late_ms = 0.0
-        """How much earlier the copy would have been issued but for the layer's step; for the counters."""
+        """How much earlier the copy would have been issued without a wait for the layer's step. For the counters."""
         self.reader: Any = None
-        """The call of its layer that computes with it now, see :meth:`read_by`."""
+        """The call of its layer that is computing with it, see :meth:`read_by`."""
         self.leaves: list[torch.Tensor] = []
         """The weights that are bound to the layer while it has a lease of the slot (:attr:`.prefetch.Prefetcher.leases`)."""
         self.until_lease_ends: list[contextlib.AbstractContextManager[object]] = []
-        """What is left when the lease ends, the last first."""
+        """Context managers that are exited when the lease ends, the last one first."""
         self.params_copied_event = streams.event()
         self.compute_finished_event = streams.event()
         self._at: dict[Place, torch.Tensor] = {}
         self.places: dict[Place, Place] = {}
-        """For each place in the buffer that a graph refers to one object, which stands for all that are equal."""
+        """Maps each :data:`Place` to which a graph refers to one object that stands for all equal ones."""
 
     def read_by(self, call: Any) -> contextlib.AbstractContextManager[None]:
-        """A call of its layer computes with it while the body runs."""
+        """Makes ``call``, of the slot's layer, its :attr:`reader` while the body runs."""
         return replaced(self, "reader", call)
 
     def require_reader(self) -> Any:
-        """The call that computes with it. Raises a StateError if none does: another layer's weights may soon lie there."""
+        """The slot's :attr:`reader`. Raises a ``StateError`` without one: another layer's weights may soon be there."""
         if self.reader is None:
             raise StateError(
                 "a weight of a streamed layer is used outside the layer's forward, where another layer's may lie in its "
@@ -151,25 +150,25 @@ class WeightSlot(_Slot):
         return self.reader
 
     def uses_with(self, layout: FlatLayout) -> int:
-        """How many tensors refer to the buffer, the layout's own views among them; those of :meth:`view` don't count."""
+        """How many tensors refer to the buffer. The layout's own views count, those of :meth:`view` don't."""
         self.views(layout)
         return int(torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata)) - len(self._at)
 
     def view(self, place: Place) -> torch.Tensor:
-        """A tensor in the buffer, by its place. Made once for each."""
+        """A tensor in the buffer, by its :data:`Place`. It is cached."""
         if (view := self._at.get(place)) is None:
             dtype, shape, stride, offset = place
             with torch.inference_mode(False), torch.no_grad():
-                # Not a view of the buffer, which would hold another one: each counts as one use of the memory.
+                # Not a view of the buffer: it would hold another tensor, and each counts as one use of the memory.
                 view = torch.empty(0, dtype=dtype, device=self.buffer.device)
                 self._at[place] = view.set_(self.buffer.untyped_storage(), offset, shape, stride)
         return view
 
 
 class GradientSlot(_Slot):
-    """One layer's gradients on the device until they are on the host: the trainable prefix of its flat layout, of
-    ``size_bytes`` and ``parameter_count`` parameters at most. Owner: the gradient offloader. Writer: the compute stream.
-    Reader: the d2h stream. May be written again once ``grads_copied_event`` is over."""
+    """One layer's gradients on the device until they are on the host: the trainable prefix of its flat layout, of at most
+    ``size_bytes`` and ``parameter_count`` parameters. Owner: the gradient offloader. Writer: the compute stream, and for means
+    of several ranks the d2h stream. Reader: the d2h stream. It may be written again once ``grads_copied_event`` is over."""
 
     trainable_only = True
 
@@ -177,6 +176,6 @@ class GradientSlot(_Slot):
         # Zeros, so that the padding between parameters carries no non-finite values to the host.
         super().__init__(torch.zeros(size_bytes, dtype=torch.uint8, device=streams.device))
         self.norms = torch.zeros(parameter_count, dtype=torch.float32, device=streams.device)
-        """2-norms of the gradients in the buffer, in entry order; copied to the host with them."""
+        """2-norms of the gradients in the buffer, in entry order. They are copied to the host with the gradients."""
         self.grads_ready_event = streams.event()
         self.grads_copied_event = streams.event()

@@ -13,15 +13,15 @@
 //   weight = weight + (-step_size * m) / denominator    param.addcdiv_(exp_avg, denominator, value=-step_size)
 //
 // Each constant is computed in double by Python and rounded to float once, as torch does. The square root is the correctly
-// rounded one of IEEE 754; see the docstring of host.py on MKL's.
+// rounded one of IEEE 754. The docstring of host.py tells how MKL's differs.
 //
-// Moments are kept in fp32, in bf16, or as 8-bit codes (adamw_int8_moments.h); the arithmetic is fp32.
+// Moments are kept in fp32, in bf16, or as 8-bit codes (adamw_int8_moments.h). The arithmetic is fp32.
 //
-// bf16 moments are rounded stochastically when they are stored. To nearest the second one could neither grow slowly nor decay:
-// with beta2 = 0.999 a step changes it by at most a thousandth, and bf16 has steps of 1/256. Rounded up with the probability
-// of what is cut off, it is right in the mean (Zamirai et al., "Revisiting BFloat16 Training", arXiv 2010.06192). The random
-// bits hash the element's and the step's number, so that threads, chunks, the place of a unit and a resumed run change
-// nothing: the finaliser of MurmurHash3 (Appleby), its low half for the first moment and its high half for the second.
+// bf16 moments are rounded stochastically when they are stored. Rounded to nearest, the second one could neither grow slowly
+// nor decay: with beta2 = 0.999 a step changes it by at most a thousandth, and bf16 has steps of 1/256. Rounded up with the
+// probability of what is cut off, it is right in the mean (Zamirai et al., "Revisiting BFloat16 Training", arXiv 2010.06192).
+// The random bits are a hash of the element's and the step's number, the finaliser of MurmurHash3 (Appleby): its low half for
+// the first moment, its high half for the second. So threads, chunks, the device of a unit and a resumed run change nothing.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@
 
 namespace megatrain {
 
-// The constants of one step, handed over by value. host.py has the same fields in the same order.
+// The constants of one step, passed by value. host.py has the same fields in the same order.
 struct AdamConstants {
   float gradient_factor;   // clip factor, negative when maximizing
   float decay;             // 1 - lr * weight_decay, or 1
@@ -61,9 +61,9 @@ MEGATRAIN_INLINE float adam_element(const AdamConstants& c, float weight, float 
   return weight + (c.negative_step_size * m) / denominator;
 }
 
-// What the rounding of moments depends on.
+// What the stochastic rounding of moments depends on.
 struct Rounding {
-  uint32_t first_element;  // number of the first one, modulo 2**32
+  uint32_t first_element;  // index of the first element in its unit, modulo 2**32
   uint32_t seed;
 };
 
@@ -77,12 +77,12 @@ MEGATRAIN_INLINE uint32_t rounding_bits(uint32_t element, uint32_t seed) {
   return x;
 }
 
-// Moments in floating point are asked for before they are needed: processors fetch ahead within a page only. With 14 threads
-// of an Intel Xeon (with AVX-512) the step was 5 to 12% faster so.
+// Floating-point moments are prefetched explicitly, since processors prefetch within a page only. With 14 threads of an Intel
+// Xeon (with AVX-512) the step became 5 to 12% faster.
 constexpr int64_t kPrefetchedElements = 256;
 constexpr int64_t kPrefetchDistance = 2048;
 
-// In fp32 (float), or in bf16 (uint16_t).
+// Moments in fp32 (float), or in bf16 (uint16_t).
 template <class Element>
 struct FloatMoments {
   Element* m;
@@ -90,7 +90,7 @@ struct FloatMoments {
 
   template <bool kL2, class Job>
   MEGATRAIN_INLINE void step(const Job& job, int64_t begin, int64_t end) const {
-    const AdamConstants c = job.constants;  // its floats could be ones that are written below
+    const AdamConstants c = job.constants;  // a copy: the stores below could alias its floats
     for (int64_t first = begin; first < end; first += kPrefetchedElements) {
       const int64_t last = std::min(first + kPrefetchedElements, end);
       if (last + kPrefetchDistance <= end) {
@@ -111,7 +111,7 @@ struct FloatMoments {
     }
   }
 
-  // A number that bf16 holds, zero and infinity among them, stays as it is.
+  // Numbers that bf16 can represent, zero and infinity among them, are stored unchanged.
   MEGATRAIN_INLINE void store(int64_t i, float new_m, float new_v, Rounding rounding) const {
     if constexpr (sizeof(Element) == sizeof(float)) {
       m[i] = new_m;
@@ -124,9 +124,9 @@ struct FloatMoments {
   }
 };
 
-// Bytes of memory traffic a parameter: 26 on split masters with fp32 moments and bf16 gradients, which are read once while all
-// else is read and written once; 28 on fp32 weights, or with gradients that are fp32 sums; 8 less with moments in bf16; 14.1
-// on split masters with 8-bit moments.
+// Bytes of memory traffic a parameter: 26 with split masters, fp32 moments and bf16 gradients (gradients are read once, all
+// else is read and written once), 28 with fp32 weights or with gradients that are fp32 sums, 8 less with bf16 moments, and
+// 14.1 with split masters and 8-bit moments.
 template <class Weights, class Gradients, class Moments, bool kL2>
 struct AdamJob {
   Weights weights;

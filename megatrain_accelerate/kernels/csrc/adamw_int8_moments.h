@@ -1,4 +1,4 @@
-// AdamW of adamw.h with the two moments kept as 8-bit codes: one scale, fp32, for each block of 128 elements and moment.
+// AdamW of adamw.h with both moments kept as 8-bit codes, and one fp32 scale for each moment of a block of 128 elements.
 //
 // Block-wise 8-bit states are an idea of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861).
 // The codes here are small floating-point numbers with three bits of mantissa, the upper bits of an fp32 number in [0, 1] less
@@ -13,8 +13,8 @@
 // the same. A v above zero never gets the code of zero: next to an m that did not vanish it would make a step of lr * m / eps.
 //
 // Codes are rounded stochastically, for the reason in adamw.h and with its random bits. A block's largest element has the last
-// code and is held exactly; so moments that are decoded and, to nearest, coded again (moments.py, for checkpoints) have the
-// same bits.
+// code and is held exactly. So moments that are decoded and encoded again, to nearest (moments.py, for checkpoints), keep
+// their bits.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +34,7 @@ constexpr int32_t kSecondOffset = 0x3f8 - 255;
 constexpr float kLeastFirstScale = 0x1p-46f;
 constexpr float kLeastSecondScale = 0x1p-92f;
 
-// Of non-negative numbers, whose order is that of their bits; above all others NaN, so that a block with one becomes NaN.
+// The bits of |value|. They are ordered as the magnitudes are, with NaN above all, so that a block with a NaN becomes NaN.
 MEGATRAIN_INLINE int32_t magnitude_bits(float value) { return static_cast<int32_t>(bits_of(value) & 0x7fffffffu); }
 
 MEGATRAIN_INLINE float scale_of(int32_t largest_bits, float least) {
@@ -46,11 +46,11 @@ MEGATRAIN_INLINE float share_of_code(int32_t code, int32_t offset) {
   return code == 0 ? 0.0f : share;
 }
 
-// What a magnitude is multiplied with to be a share of the scale. Enlarged by more than the two roundings on the way can take
-// off, so that the largest element reaches 1.
+// The factor that turns a magnitude into its share of the scale. It is enlarged by more than the two roundings on the way can
+// take off, so that the largest element reaches 1.
 MEGATRAIN_INLINE float share_factor(float scale) { return (1.0f / scale) * 0x1.000008p0f; }
 
-// `random`, in [0, 65535], is held against the share's place between those of two codes.
+// Rounds a share up or down to a code: `random`, in [0, 65535], is compared with its position between the two.
 MEGATRAIN_INLINE int32_t code_of_share(float share, uint32_t random, int32_t offset) {
   const int32_t least = (1 + offset) << 20;
   const float threshold =
@@ -67,7 +67,7 @@ struct Int8Moments {
   float* m_scales;
   float* v_scales;
 
-  // `begin` is a multiple of the block; the last block may be short.
+  // `begin` is a multiple of the block. The last block may be short.
   template <bool kL2, class Job>
   MEGATRAIN_INLINE void step(const Job& job, int64_t begin, int64_t end) const {
     int64_t start = begin;

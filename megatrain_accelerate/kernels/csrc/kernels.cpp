@@ -1,5 +1,5 @@
-// The C interface of the host kernels, called by host.py through ctypes. Pointers are to contiguous host memory that
-// doesn't overlap, counts are elements; host.py has checked both.
+// The C interface of the host kernels, called by host.py through ctypes. Pointers are to contiguous host memory and counts are
+// elements: host.py has checked both. Arrays don't overlap: that is up to its callers.
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -13,14 +13,14 @@
 namespace megatrain {
 namespace {
 
-// Raised whenever a signature or AdamConstants changes, so that a stale library is noticed and not called.
+// Raised whenever a signature or AdamConstants changes, so that a stale library is noticed before it is called.
 constexpr int kInterfaceVersion = 9;
 
-// Elements a chunk: small enough to balance the threads, large enough to forget the counter. A multiple of 64, so that
-// no two chunks share a cache line of an aligned array.
+// Elements of a chunk: few enough to balance the threads, and so many that the counter costs nothing. A multiple of 64, so
+// that no two chunks share a cache line of an aligned array.
 constexpr int64_t kGrain = 128 * 1024;
 
-// Bytes a chunk of fill(): two huge pages.
+// Bytes of a chunk of megatrain_fill(): two huge pages.
 constexpr int64_t kBytesGrain = 4 * 1024 * 1024;
 
 struct Kernels {
@@ -33,7 +33,7 @@ struct Kernels {
   int instruction_set;
 };
 
-// Sums of squares, one for each grain, so that their total doesn't depend on who computed which.
+// Sums of squares, one for each kGrain elements, so that their total doesn't depend on which thread computed which.
 template <class Values>
 struct SquareSumJob {
   Values values;
@@ -67,7 +67,7 @@ double square_sum(Kernels* kernels, Values values, int64_t count) {
   return std::accumulate(partial_sums.begin(), partial_sums.end(), 0.0);
 }
 
-// With a null source the bytes become zero.
+// Copies bytes, or sets them to zero if the source is null.
 struct FillJob {
   char* destination;
   const char* source;
@@ -91,10 +91,10 @@ using namespace megatrain;
 
 MEGATRAIN_EXPORT int megatrain_interface_version() { return kInterfaceVersion; }
 
-// What this thread has written before is seen by whoever sees what it writes after; the same of what it reads.
+// Who sees a write of this thread after the fence also sees those before it. Reads keep their order, too.
 MEGATRAIN_EXPORT void megatrain_fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
-// Null when the threads can't be started. `instruction_set` must be one that this machine has.
+// Returns null if the threads can't be started. `instruction_set` must be one that this machine has.
 MEGATRAIN_EXPORT Kernels* megatrain_create(int threads, int instruction_set) {
   try {
     return new Kernels{ThreadPool(threads), instruction_set};
@@ -104,14 +104,14 @@ MEGATRAIN_EXPORT Kernels* megatrain_create(int threads, int instruction_set) {
 }
 
 MEGATRAIN_EXPORT void megatrain_destroy(Kernels* kernels) {
-  // In a forked child there are no threads to join, and joining would wait for ever: the object is left behind.
+  // A forked child has no threads to join, and joining would wait for ever: the object is leaked.
   if (kernels->pool.owned_by_this_process()) {
     delete kernels;
   }
 }
 
-// Weights and gradients are bf16 with `lo`, the masters' residuals, and fp32 without; `grad_lo` is null where the gradient is
-// no sum. Moments of 32 and 16 bits are floating-point numbers; of 8, codes, and the first element begins their first block.
+// With `lo`, the masters' residuals, weights and gradients are bf16, else fp32. `grad_lo` is null unless the gradient is an
+// fp32 sum. Moments of 32 and 16 bits are floating-point numbers. With those of 8, codes, the first element begins a block.
 MEGATRAIN_EXPORT void megatrain_adamw(Kernels* kernels, void* weight, int16_t* lo, void* m, void* v, void* grad,
                                       int16_t* grad_lo, int64_t count, float* m_scale, float* v_scale, int moment_bits,
                                       AdamConstants constants, uint32_t first_element, uint32_t seed) {
@@ -142,8 +142,8 @@ MEGATRAIN_EXPORT void megatrain_adamw(Kernels* kernels, void* weight, int16_t* l
   }
 }
 
-// Both are fp32 with `element_bytes` 4, else bf16. With `lo`, bf16 `sum` is half of an fp32 sum; without `has_residual` that
-// is `sum` alone so far, and `lo` is only written.
+// `sum` and `source` are fp32 if `element_bytes` is 4, else bf16. With `lo`, `sum` is the bf16 half of an fp32 sum. Without
+// `has_residual` that is `sum` alone so far, and `lo` is only written.
 MEGATRAIN_EXPORT void megatrain_accumulate(Kernels* kernels, void* sum, int16_t* lo, void* source, int64_t count,
                                            int element_bytes, int has_residual) {
   const FloatArray floats{static_cast<float*>(sum)};
@@ -162,7 +162,7 @@ MEGATRAIN_EXPORT void megatrain_accumulate(Kernels* kernels, void* sum, int16_t*
   }
 }
 
-// Of numbers as those of `sum` above.
+// `values`, `lo` and `element_bytes` are as those of `sum` in megatrain_accumulate.
 MEGATRAIN_EXPORT double megatrain_square_sum(Kernels* kernels, void* values, int16_t* lo, int64_t count,
                                              int element_bytes) {
   const Bf16Array halves{static_cast<uint16_t*>(values)};

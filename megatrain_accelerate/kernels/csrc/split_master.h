@@ -1,4 +1,4 @@
-// The split fp32 master: the bf16 weight that is streamed, plus a signed 16-bit residual.
+// The split fp32 master: the bf16 weight that is streamed, and a signed 16-bit residual.
 //
 //   bits of the fp32 master = (hi << 16) + sign_extend(lo)        in 32-bit integer arithmetic, modulo 2**32
 //   hi = (bits + 0x8000) >> 16,  lo = bits - (hi << 16)
@@ -10,12 +10,12 @@
 // normal, denormal, infinite or NaN. The rules differ only for a master halfway between two bf16 numbers, one pattern in
 // 65,536.
 //
-// As under torch's rule, a finite master above bf16's largest finite number (3.39e38) has hi = infinity, as infinity itself.
+// As under torch's rule, a finite master that is rounded beyond bf16's largest finite number (3.39e38) has hi = infinity.
 //
-// An fp32 sum of bf16 gradients is split in the same way, into `parameter.grad` and a residual. Who writes to the gradient
-// behind autograd's back (`parameter.grad.data.zero_()`) leaves the residual of another number, of at most half a unit of
-// that; but beside a zero a negative one would make a NaN, which no sum does: there it counts as zero. A NaN is stored as the
-// quiet NaN 0x7fc00000: others, as the one that GPUs make (0x7fffffff), would be split into a bf16 half that isn't a NaN.
+// An fp32 sum of bf16 gradients is split in the same way, into `parameter.grad` and a residual. A write to the gradient that
+// autograd doesn't see (`parameter.grad.data.zero_()`) leaves a stale residual. Joined with the new number it changes that by
+// at most half a unit. But beside a zero a negative one would make a NaN, which no sum does: there it counts as zero. A NaN is
+// stored as the quiet NaN 0x7fc00000. Others, such as that of GPUs (0x7fffffff), would have a bf16 half that isn't a NaN.
 #pragma once
 
 #include <cstdint>
@@ -44,14 +44,14 @@ MEGATRAIN_INLINE float join_master(uint16_t hi, int16_t lo) {
 MEGATRAIN_INLINE float to_float(float value) { return value; }
 MEGATRAIN_INLINE float to_float(uint16_t bf16) { return float_of(static_cast<uint32_t>(bf16) << 16); }
 
-// Round to nearest, ties to even, as torch rounds float -> bfloat16; a NaN becomes the quiet NaN 0x7fc0.
+// Rounds to nearest, ties to even, as torch rounds float -> bfloat16. A NaN becomes the quiet NaN 0x7fc0.
 MEGATRAIN_INLINE uint16_t float_to_bf16(float value) {
   const uint32_t bits = bits_of(value);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
 }
 
-// Numbers as they lie in memory: each type loads and stores the number `i`. Here in fp32 (float), or in bf16 (uint16_t).
+// Each array type loads and stores number `i` as a float, whatever its format in memory: here fp32 (float) or bf16 (uint16_t).
 template <class Element>
 struct Array {
   Element* values;
@@ -77,7 +77,7 @@ struct MasterArray {
   MEGATRAIN_INLINE void store(int64_t i, float value) const {
     const uint32_t bits = bits_of(value);
     hi[i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-    // bits - (hi << 16) modulo 2**32 lies in [-32768, 32767], so its low 16 bits, which are those of `bits`, are all.
+    // bits - (hi << 16) modulo 2**32 is in [-32768, 32767], so its low 16 bits, which are those of `bits`, are enough.
     lo[i] = static_cast<int16_t>(bits & 0xffffu);
   }
 };
@@ -92,7 +92,7 @@ struct SumArray : MasterArray {
   }
 };
 
-// Sums in fp32, to be loaded only.
+// The fp32 sums of two arrays, which can only be loaded.
 template <class Earlier, class Addend>
 struct Added {
   Earlier earlier;
@@ -101,7 +101,7 @@ struct Added {
   MEGATRAIN_INLINE float load(int64_t i) const { return earlier.load(i) + addend.load(i); }
 };
 
-// `to` may be where a part of `from` is.
+// `to` may be the memory of a part of `from`.
 template <class From, class To>
 struct ConvertJob {
   From from;

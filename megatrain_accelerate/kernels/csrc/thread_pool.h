@@ -1,8 +1,8 @@
 // A persistent pool of threads for loops over long arrays.
 //
-// One call of run() is one loop over [0, count), cut into chunks that the threads, the calling one among them, take from an
-// atomic counter, so that one that the system delays costs a chunk and not a fixed share. Which thread works on which chunk
-// never enters the arithmetic: each element is computed alone.
+// One call of run() is one loop over [0, count), cut into chunks. The threads, with the calling one, take them from an atomic
+// counter, so that a thread that the system delays costs a chunk and not a fixed share. Which thread works on which chunk
+// never enters the arithmetic: each element, or block of elements, is computed alone.
 #pragma once
 
 #include <cfenv>
@@ -26,7 +26,7 @@ class ThreadPool {
  public:
   // `threads` counts the calling thread, so threads - 1 are started.
   explicit ThreadPool(int threads) : owner_pid_(getpid()) {
-    // Workers are born with all signals blocked: handlers (Python's, the launcher's) belong to the main thread.
+    // Workers start with all signals blocked: handlers (Python's, the launcher's) belong to the main thread.
     sigset_t all_signals;
     sigset_t previous;
     sigfillset(&all_signals);
@@ -103,7 +103,7 @@ class ThreadPool {
       lock.unlock();
       take_chunks();
       lock.lock();
-      // No chunk is left: who is still asleep needn't wake for this job, and the caller waits for those inside only.
+      // No chunk is left: threads still asleep needn't wake for this job, and the caller waits for the busy ones only.
       open_ = false;
       if (--busy_ == 0) {
         workers_left_.notify_one();
