@@ -1,1 +1,1 @@
-"""``megatrain config``: the yaml files of ``recipes/``, which come with the package. Here they are links to those."""
+"""The yaml files that ``megatrain config`` prints. In the repository they are links to those in ``recipes/``."""

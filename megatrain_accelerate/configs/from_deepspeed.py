@@ -1,5 +1,5 @@
-"""What a configuration of DeepSpeed's, or of Accelerate's for it, is here: ``megatrain config --from``. Weights and states lie
-on the host in any case, and a plan chooses the rest: of each key the user reads why nothing is needed, or what helps."""
+"""Converts a configuration of DeepSpeed, or of Accelerate for it (``megatrain config --from``). Weights and states live on the
+host in any case, and a plan chooses the rest, so the user is told for each key why nothing is needed, or what to do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatrain_accelerate.errors import ConfigError
 
 
 class Kind(enum.Enum):
-    """What a remark asks of the user. Remarks are shown in this order, below these lines."""
+    """What a remark asks of the user. Remarks are shown in this order, below these titles."""
 
     DO = "To do, in the script or this file"
     AUTO = "Decided by the script's own arguments, as before"
@@ -31,7 +31,7 @@ class Kind(enum.Enum):
 
 
 class Remark(NamedTuple):
-    """What becomes of one key; the text may name its ``{value}``."""
+    """What becomes of a key. The text may contain ``{value}``."""
 
     kind: Kind
     text: str
@@ -39,20 +39,20 @@ class Remark(NamedTuple):
 
 @dataclasses.dataclass
 class Conversion:
-    """The settings of the yaml that is written, and what the user shall know."""
+    """The settings of the yaml that is written, and the remarks for the user."""
 
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the accelerate yaml, beside those that each one has."""
+    """Entries of the accelerate yaml besides those that every such file has."""
     remarks: dict[Remark, list[str]] = dataclasses.field(default_factory=dict)
-    """Each with the keys that it is about."""
+    """Each remark with the keys that it is about."""
 
     def note(self, remark: Remark | None, key: str) -> None:
-        """Adds a remark, if there is one; keys of the same one stand together."""
+        """Adds a remark, if there is one. Keys with the same remark are shown together."""
         if remark is not None:
             self.remarks.setdefault(remark, []).append(key)
 
     def lines(self) -> Iterator[str]:
-        """The remarks as text, by kind."""
+        """Yields the remarks as lines of text, by kind."""
         for kind in Kind:
             of_kind = {remark.text: keys for remark, keys in self.remarks.items() if remark.kind is kind}
             if of_kind:
@@ -63,17 +63,17 @@ class Conversion:
                 yield from textwrap.wrap(about, 120, initial_indent="- ", subsequent_indent="  ", **whole)
 
     def yaml(self, source: str) -> str:
-        """The whole file: settings, then the remarks as comments."""
+        """Returns the text of the file: settings, then the remarks as comments."""
         settings = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MEGATRAIN", "num_processes": 1}
         settings |= {"num_machines": 1, **self.settings}
-        settings = dict(sorted(settings.items(), key=lambda item: item[0] == "megatrain_config"))  # which comes last
+        settings = dict(sorted(settings.items(), key=lambda item: item[0] == "megatrain_config"))  # megatrain_config last
         head = f"# Made of {source}. Start a training with: accelerate launch --config THIS_FILE train.py\n"
         remarks = "".join(f"# {line}\n" for line in self.lines())
         return f"{head}{yaml.safe_dump(settings, sort_keys=False)}\n{remarks}"
 
 
 Handler = Callable[[Any, Conversion], "Remark | None"]
-"""Makes of a value what there is to say and to set; None where there is nothing to say."""
+"""Enters settings for a value, and returns its remark, or None if there is nothing to say."""
 
 _do = functools.partial(Remark, Kind.DO)
 _nothing = functools.partial(Remark, Kind.NOTHING)
@@ -94,8 +94,8 @@ def _is(*names: str) -> Callable[[Any], bool]:
 def _where(
     test: Callable[[Any], bool], then: Remark | None, otherwise: Remark | Handler | None = None, **settings: Any
 ) -> Handler:
-    """Says one thing of a value that passes the test, and makes these settings, or what these types make of it; says the other
-    thing of one that doesn't."""
+    """Returns a handler that gives the remark ``then`` for a value that passes the test, and ``otherwise`` for another. One
+    that passes also enters these settings. A setting that is a type stands for the value converted to it."""
 
     def handle(value: Any, conversion: Conversion) -> Remark | None:
         if test(value):
@@ -233,7 +233,7 @@ _ROWS: dict[str, Remark | Handler] = {
         "lr_scheduler_type=cosine_with_min_lr and lr_scheduler_kwargs={{'min_lr_rate': {value}}} in the script"
     ),
     "scheduler.params": _do("give it to a scheduler of the script's own: {value}"),
-    # ZeRO: where weights and states lie
+    # ZeRO: where weights and states are stored
     "zero deepspeed_config communication_data_type disable_allgather gradient_allreduce_op gradient_predivide_factor "
     "optimizer.params.freeze_step prescale_gradients seq_parallel_comm_data_type seq_parallel_communication_data_type "
     "sparse_gradients": _PLANNED,
@@ -269,13 +269,13 @@ _ROWS: dict[str, Remark | Handler] = {
     "use_data_before_expert_parallel_ fsdp_config megatron_lm_config parallelism_config": _without(
         "the model isn't split over GPUs: each computes all of it"
     ),
-    # What is told
+    # Logs and trackers
     "comms_logger dump_state flops_profiler log_level memory_breakdown steps_per_print timers wall_clock_breakdown "
     "zero.enable_sanity_checks zero.log_trace_cache_warnings": _nothing(
         "the Trainer's logs have speed, memory and waits; `megatrain trace` draws a step"
     ),
     "comet csv_monitor monitor_config tensorboard wandb": _do("trackers are the script's: report_to of the Trainer"),
-    # Of Accelerate's yaml
+    # Keys of Accelerate's yaml
     "use_cpu": _where(_is("true"), None, use_cpu=True),
     "gpu_ids": _where(lambda value: all(number.strip().isdigit() for number in str(value).split(",")), None, gpu_ids=str),
     "num_processes": _where(lambda value: str(value).isdigit(), None, num_processes=int),
@@ -287,7 +287,7 @@ _ROWS: dict[str, Remark | Handler] = {
             "same batch multiply the script's per_device_train_batch_size by {value}"
         ),
     ),
-    # Nothing is said: this file has its own, the file that is named is read, or it is for other machines than one with GPUs.
+    # No remark: this file has its own entry, the named file is read, or the key is for machines of other kinds.
     "commands command_file compute_environment debug distributed_type downcast_bf16 enable_cpu_affinity ipex_config "
     "machine_rank main_process_ip main_process_port main_training_function mpirun_config rdzv_backend same_network tpu_env "
     "tpu_name tpu_use_cluster tpu_use_sudo tpu_zone deepspeed_config.deepspeed_config_file "
@@ -295,13 +295,13 @@ _ROWS: dict[str, Remark | Handler] = {
     "deepspeed_config.deepspeed_inclusion_filter deepspeed_config.deepspeed_multinode_launcher": _where(_is_off, None),
 }
 KEYS = {re.sub(r"^zero\b", "zero_optimization", key): entry for keys, entry in _ROWS.items() for key in keys.split()}
-"""By key, with the sections before it; that of a section counts for what isn't named of it."""
+"""What becomes of each key, by its name with its sections. A section's entry counts for those of its keys that have none."""
 _SECTIONS = {key[: dot.start()] for key in KEYS for dot in re.finditer(r"\.", key)}
 
 
 def convert(path: Path) -> Conversion:
-    """Reads a configuration of DeepSpeed's (JSON), or of Accelerate's (yaml), and the one that it names. Raises
-    ``ConfigError`` where a file isn't there, or is neither."""
+    """Reads a configuration of DeepSpeed (JSON), or one of Accelerate (yaml) and the DeepSpeed file that it names. Raises
+    ``ConfigError`` if a file is missing, or is neither."""
     conversion = Conversion()
     conversion.note(
         _do("leave it out, or the run is refused: --deepspeed, deepspeed=..., DeepSpeedPlugin, the launcher's flags"),
@@ -309,13 +309,13 @@ def convert(path: Path) -> Conversion:
     )
     section = _take_over(path, conversion).get("deepspeed_config")
     if isinstance(section, Mapping) and (named := section.get("deepspeed_config_file")):
-        # Accelerate takes it as seen from where it is started.
+        # Accelerate resolves the name from the folder in which it is started.
         _take_over(Path(named) if Path(named).exists() else path.parent / named, conversion)
     return conversion
 
 
 def _take_over(path: Path, conversion: Conversion) -> Mapping[str, Any]:
-    """Notes what a file says, and, of DeepSpeed's own, what it leaves out that is another default in the Trainer."""
+    """Notes what a file says. Also notes what a DeepSpeed file leaves out if the Trainer has another default for it."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

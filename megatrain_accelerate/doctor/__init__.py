@@ -1,1 +1,1 @@
-"""``megatrain doctor``: whether this machine is fit for training, what will limit it, and how to mend that."""
+"""``megatrain doctor`` checks whether this machine can train, what will limit it, and how to mend that."""

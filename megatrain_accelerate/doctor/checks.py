@@ -1,4 +1,4 @@
-"""What a check finds, and the checks: of the software and of the machine; then measurements, and the report."""
+"""The checks of ``megatrain doctor``: of the software, of the machine and of its speeds; and the report of their findings."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES, cgro
 from megatrain_accelerate.units import GB, GIB, MIB
 
 BYTES_A_PARAMETER = 14
-"""Of host memory that a trained parameter takes (docs/architecture.md)."""
+"""Host memory of a trained parameter (docs/architecture.md)."""
 CHECKPOINT_BYTES_A_PARAMETER = 12
-"""Of disk that a checkpoint takes with the optimizer's state: both halves of the masters, and the moments."""
+"""Disk space per parameter of a checkpoint with the optimizer's state: both halves of the masters, and the moments."""
 FEW_CORES = 8
 SLOW_LINK_BYTES = 20e9
-"""A second: PCIe Gen4 on 16 lanes gives 25 and more."""
+"""Bytes per second. PCIe Gen4 on 16 lanes gives 25e9 and more."""
 SLOW_STEP_SHARE = 0.6
-"""Of the plain loop on the same arrays: a healthy kernel is near 0.9."""
+"""Share of a plain sum's memory traffic below which AdamW is slow. A healthy kernel is near 0.9."""
 _SAME_SPEED = 0.75
-"""Two measurements whose ratio is between this and its inverse don't contradict each other."""
+"""Two measurements agree if their ratio is between this and its inverse."""
 _SUM_ELEMENTS = 96 * MIB
 _WIDTH = 120
 _MARKS = {"ok": "ok", "note": "note", "slow": "SLOW", "broken": "BROKEN"}
@@ -61,31 +61,30 @@ Value = float | int | str | bool | None
 @dataclasses.dataclass(frozen=True)
 class Finding:
     name: str
-    """What was looked at."""
     state: Literal["ok", "note", "slow", "broken"]
-    """Fine; worth knowing; makes training slower than it could be; keeps it from running."""
+    """In this order: fine, worth knowing, makes training slower than it could be, keeps it from running."""
     text: str
     remedy: str = ""
-    """What to do; empty where nothing has to be done."""
+    """What to do. Empty if nothing has to be done."""
     values: Mapping[str, Value] = dataclasses.field(default_factory=dict)
-    """The numbers for programs; units are in the names."""
+    """The numbers for programs, with units in the names."""
 
 
 def examine(folder: Path, measures: bool) -> Iterator[Finding]:
-    """All findings, in the order in which they are shown. To measure takes a few seconds."""
+    """Yields all findings in the order in which they are shown. Measuring takes a few seconds."""
     checks = {"versions": versions, "hooks": hooks, "host kernels": kernels, "GPU": gpu, "layer compiler": compilers}
     checks |= {"cores": cores, "NUMA": numa, "host memory": host_memory, "several GPUs": several_gpus}
     checks |= {"disk": functools.partial(disk, folder)} | ({"speeds": speeds} if measures else {})
     for name, check in checks.items():
         try:
             yield from check()
-        except Exception as error:  # a finding itself, and the others go on
+        except Exception as error:  # the failure is a finding, too, and the other checks still run
             text = f"can't be checked: {type(error).__name__}: {error}"
             yield Finding(name, "broken", text, "mend what the message says, and run megatrain doctor again")
 
 
 def versions() -> list[Finding]:
-    """What is installed, and whether the patches were tested with it."""
+    """Reports what is installed, and whether the patches were tested with it."""
     installed: dict[str, Value] = {"megatrain_accelerate": __version__, "python": platform.python_version()}
     installed |= {"torch": torch.__version__, "cuda": torch.version.cuda}
     installed |= {package: installed_version(package) for package in TESTED_VERSIONS}
@@ -100,7 +99,7 @@ def versions() -> list[Finding]:
 
 
 def hooks() -> list[Finding]:
-    """Whether ``import torch`` installs our hook, and whether every patch fits what is installed."""
+    """Checks whether ``import torch`` installs the plugin's import hook, and whether every patch fits what is installed."""
     failure = getattr(sys.modules.get("_megatrain_autoload"), "failure", None)
     remedy = _REINSTALL
     if is_disabled():
@@ -128,7 +127,7 @@ def hooks() -> list[Finding]:
 
 
 def kernels() -> list[Finding]:
-    """Whether the compiled host kernels are there, and in which instruction set they run."""
+    """Checks whether the compiled host kernels can be loaded, and which instruction set they use."""
     try:
         with contextlib.closing(HostKernels()) as found:
             threads, chosen = found.threads, found.instruction_set
@@ -143,7 +142,7 @@ def kernels() -> list[Finding]:
 
 
 def compilers() -> list[Finding]:
-    """Whether layers can be compiled and stepped on the GPU, if there is one."""
+    """Checks, if there is a GPU, whether layers can be compiled and stepped on it."""
     if not torch.cuda.is_available():
         return []
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
@@ -158,7 +157,7 @@ def compilers() -> list[Finding]:
 
 
 def cores() -> list[Finding]:
-    """How many threads the host's AdamW will have."""
+    """Reports how many cores the host's AdamW may use."""
     usable, present = usable_cpu_count(), os.cpu_count() or 1
     values = {"usable_cores": usable, "cores": present}
     text = f"{usable} of {present} may be used"
@@ -172,7 +171,7 @@ def cores() -> list[Finding]:
 
 
 def host_memory() -> list[Finding]:
-    """What the process may take, and how large a model that is."""
+    """Reports the memory that the process may take, and how large a model can train with it."""
     memory = psutil.virtual_memory()
     limit = cgroup_available_bytes()
     available = memory.available if limit is None else min(memory.available, limit)
@@ -192,7 +191,7 @@ def host_memory() -> list[Finding]:
 
 
 def numa(root: Path = Path("/sys/devices/system/node")) -> list[Finding]:
-    """Whether memory may be far from the GPU."""
+    """Checks whether memory may be on another socket than the GPU."""
     nodes = [path for path in root.glob("node[0-9]*/cpulist") if path.read_text().strip()]
     values = {"numa_nodes": len(nodes)}
     if len(nodes) < 2:
@@ -203,7 +202,7 @@ def numa(root: Path = Path("/sys/devices/system/node")) -> list[Finding]:
 
 
 def several_gpus(modes: Path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")) -> list[Finding]:
-    """Whether they reach each other's memory, and whether memory that their processes share has huge pages."""
+    """Checks whether GPUs reach each other's memory, and whether memory that their processes share has huge pages."""
     if (count := torch.cuda.device_count()) < 2:
         return []
     reach = all(torch.cuda.can_device_access_peer(*pair) for pair in itertools.permutations(range(count), 2))
@@ -217,7 +216,7 @@ def several_gpus(modes: Path = Path("/sys/kernel/mm/transparent_hugepage/shmem_e
 
 
 def disk(folder: Path) -> list[Finding]:
-    """Room for checkpoints in a folder, which needn't be there yet."""
+    """Reports the disk space for checkpoints in a folder, which needn't exist yet."""
     asked, folder = folder, existing_part(folder)
     if not folder.is_dir():
         text = f"no checkpoint can be written to {asked}: {folder} isn't a folder"
@@ -233,19 +232,19 @@ def disk(folder: Path) -> list[Finding]:
 
 
 def measure_sum(kernels: HostKernels, elements: int) -> float:
-    """Bytes a second of a plain sum of two fp32 arrays with all threads: what the memory gives."""
+    """Measures the bytes per second of a plain sum of two fp32 arrays with all threads, which the memory bounds."""
     _, _, moments, _ = machine.step_arrays(kernels, elements)
     seconds = machine.seconds_of(torch.device("cpu"), lambda: kernels.accumulate(*moments))
     return 3 * moments.exp_avg.nbytes / seconds  # two are read, one is written
 
 
 def speeds() -> list[Finding]:
-    """What the host and, with a GPU, its link do now, and whether the plan's speeds are still the same. A driver that refuses
-    to register memory is found here."""
+    """Measures the host and, with a GPU, its link, and compares them with the plan's speeds. This also finds a driver that
+    refuses to register memory."""
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     with contextlib.closing(HostKernels()) as kernels:
-        # A machine without a GPU is looked at quickly.
+        # Without a GPU a short measurement suffices.
         sum_bytes = measure_sum(kernels, _SUM_ELEMENTS if has_gpu else _SUM_ELEMENTS // 16)
         try:
             now = machine.measure(device, kernels)
@@ -273,7 +272,7 @@ def link_finding(now: machine.Machine) -> Finding:
 
 
 def host_finding(now: machine.Machine, sum_bytes: float, threads: int, has_gpu: bool) -> Finding:
-    """What the host's AdamW reaches beside a plain sum, which moves ``sum_bytes`` a second."""
+    """Compares the speed of the host's AdamW with a plain sum, which moves ``sum_bytes`` per second."""
     step_parameters = now.host_step_parameters / machine.SHARE_IN_A_STEP
     step, dram = step_parameters / 1e9, sum_bytes / GB
     values = {"host_step_g_parameters_per_second": step, "dram_gb_per_second": dram, "host_threads": threads}
@@ -285,7 +284,7 @@ def host_finding(now: machine.Machine, sum_bytes: float, threads: int, has_gpu: 
 
 
 def plan_finding(plan: machine.Machine, now: machine.Machine, path: str, count: int) -> Finding:
-    """Whether the plan's speeds still hold, of ``count`` measurements in the file at ``path``, 0 if none could be kept."""
+    """Checks whether the plan's speeds still hold. The file at ``path`` has ``count`` of them: 0 if none could be kept."""
     values = {f"plan_{name}": value for name, value in dataclasses.asdict(plan).items()} | {"speeds_file": path}
     kinds: dict[str, Callable[[machine.Machine], float]] = {
         "GB/s over the link": lambda at: min(at.h2d_bytes, at.d2h_bytes),
@@ -305,7 +304,7 @@ def plan_finding(plan: machine.Machine, now: machine.Machine, path: str, count: 
 
 
 def gpu() -> list[Finding]:
-    """The GPU and its free memory, or why it can't be used."""
+    """Reports the GPU and its free memory, or why it can't be used."""
     if not torch.cuda.is_available():
         text = "none that torch can use: training runs on the CPU, as a stand-in for trying things out"
         remedy = "for a GPU: check nvidia-smi, CUDA_VISIBLE_DEVICES, and in a container --gpus all"
@@ -314,7 +313,7 @@ def gpu() -> list[Finding]:
         return [Finding("GPU", "note", text, remedy, {"gpu": None})]
     try:
         device = torch.cuda.current_device()
-    except RuntimeError as error:  # busy in exclusive mode, its fabric down
+    except RuntimeError as error:  # for example busy in exclusive mode, or its fabric is down
         text = f"it can't be used: {str(error).splitlines()[0]}"
         return [Finding("GPU", "broken", text, "check nvidia-smi: compute mode, fabric manager, driver", {"gpu": None})]
     free, total = torch.cuda.mem_get_info(device)
@@ -331,7 +330,7 @@ def gpu() -> list[Finding]:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """The report in lines of text, what has to be done last."""
+    """Formats the report as lines of text, which end with what has to be done."""
     name_width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:

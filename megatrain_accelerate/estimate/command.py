@@ -1,4 +1,4 @@
-"""``megatrain estimate``: its arguments, and what is printed. Neither torch nor a model's code is imported for the help."""
+"""The arguments of ``megatrain estimate``, and its main function. Its help imports neither torch nor a model's code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNITS = {"": GIB, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024 * GIB, "mb": 
 
 
 def parse_size(text: str) -> int:
-    """A memory in bytes: ``1.5TiB``, ``80GB``, or a number of GiB; argparse.ArgumentTypeError for another form, or none."""
+    """Converts ``1.5TiB``, ``80GB`` or a number of GiB to bytes. Raises argparse.ArgumentTypeError for other text or 0."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if found is None or found[2].lower() not in _UNITS or not 0 < float(found[1]) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} isn't a size such as 1.5TiB, 125GiB or 80GB")
@@ -89,8 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the estimate, each row as soon as it is known. The exit status is 1 if nothing fits or an argument is wrong."""
-    # To look for garbage among the million objects that imports make takes a fifth of the time to the first row.
+    """Prints the estimate, each row as soon as it is known. Returns 1 if nothing fits. Raises as :class:`.Estimate` does."""
+    # Imports create a million objects. Garbage collection among them takes a fifth of the time to the first row.
     gc.disable()
     try:
         from megatrain_accelerate.estimate import report

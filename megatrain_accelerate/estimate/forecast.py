@@ -1,4 +1,4 @@
-"""The forecast of a training step: the plan's own search on step profiles that are run without data."""
+"""Forecasts of training steps, by the plan's own search on step profiles of fake runs."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from megatrain_accelerate.plan.step_ways import WayChoice, layers_run, may_cut
 from megatrain_accelerate.store.host_limits import leaner_settings
 
 _FEW_TOKENS = 8
-"""Of a sequence on which the model is run to see what its loss is."""
+"""Tokens of the sequence on which the model is run to see whether its loss is a sum."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """A predicted training step: a row of an estimate. Bytes are peaks. Tokens a second are of all GPUs, host memory is of one
-    machine, the rest of one GPU. It ``fits`` both memories or not."""
+    """A predicted training step, which is a row of an estimate. Bytes are peaks. Tokens per second are those of all GPUs, host
+    memory is that of one machine, and the rest is of one GPU. ``fits`` says whether both memories suffice."""
 
     forecaster: Forecaster = dataclasses.field(compare=False, repr=False)
     batch: int
@@ -49,12 +49,12 @@ class Forecast:
     gpu_bytes: int
     host_bytes: int
     offloaded_bytes: int
-    """Activations that go to the host."""
+    """Activations that are offloaded to the host."""
     fits: bool
     joined: bool
     """Whether the micro-batches run as one batch (``join_micro_batches``)."""
     samples: int | None
-    """Sequences that a layer computes at once; None for all, or as ``micro_batch_size`` says."""
+    """Sequences that a layer computes at once. None means all, or as many as ``micro_batch_size`` says."""
 
     @property
     def seconds(self) -> float:
@@ -66,18 +66,18 @@ class Forecast:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole step, the optimizer's included, on all GPUs."""
+        """Tokens per second of all GPUs, over the whole step with the optimizer's."""
         return self.forecaster.machine.all_gpus * self.tokens / self.seconds
 
     @property
     def tflops(self) -> float:
-        """6 x active parameters x tokens: what is recomputed doesn't count, nor does attention."""
+        """6 x active parameters x tokens, of each GPU. Neither recomputes nor attention count."""
         return 6e-12 * self.forecaster.active_parameters * self.tokens_per_second / self.forecaster.machine.all_gpus
 
 
 class Forecaster:
-    """Predicts steps of one model, on the meta device, on a machine. An UnsupportedError if the model can't stream, or not on
-    several GPUs; a ConfigError if the settings name more layers than it has, or what several GPUs can't do."""
+    """Predicts steps of a model on the meta device. Raises an UnsupportedError if the model can't stream (on several GPUs),
+    and a ConfigError if the settings name more layers than the model has, or something that several GPUs can't do."""
 
     def __init__(self, model: nn.Module, config: MegatrainConfig, machine: MachineDescription, micro_batches: int = 1) -> None:
         if machine.all_gpus > 1:
@@ -89,14 +89,14 @@ class Forecaster:
         require_layers(len(self.engine.runtime.layers), config.placement)
         self.plan = self.engine.device_plan = ForecastPlan(self.engine, config, micro_batches)
         self.host_store_bytes = self.plan.store_bytes + self.plan.overhead_bytes
-        """Host memory that the training asks for when it starts."""
+        """Host memory of one machine that the training asks for when it starts."""
         self.host_bytes = self.host_store_bytes if machine.host_bytes is None else machine.host_bytes
         self._attention = WithoutAttentionDropout()
         self._profiles: dict[Hashable, StepProfile] = {}
 
     def settings_that_fit(self) -> tuple[dict[str, Any], int] | None:
-        """The settings that change numbers the least of those with which the states fit the host memory, and what they take;
-        None if there are none."""
+        """Returns the changes of settings with which the states fit the host memory, and the bytes that they then take. Of all
+        such changes it chooses those that alter numbers the least. None if there are none."""
         for changes in leaner_settings(self.config, keeps_gradients=self.micro_batches > 1 or self.machine.all_gpus > 1):
             needed = self.engine.store_bytes(self.plan.adds_on_host, **changes) + self.plan.overhead_bytes
             if needed <= self.host_bytes:
@@ -105,10 +105,10 @@ class Forecaster:
 
     @functools.cached_property
     def _may_join(self) -> bool:
-        """Whether nothing is seen against joining micro-batches (integrations/joined_batches.py)."""
+        """Whether nothing is known that forbids joining micro-batches (integrations/joined_batches.py)."""
         if self.micro_batches < 2 or not self.config.join_micro_batches or self.engine.runtime.experts:
             return False
-        # As the Trainer finds out whether the model takes ``num_items_in_batch`` (transformers/trainer.py).
+        # The Trainer decides like this whether the model takes ``num_items_in_batch`` (transformers/trainer.py).
         parameters = inspect.signature(self.model.forward).parameters.values()
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
         takes_count = bool(getattr(self.model, "accepts_loss_kwargs", takes_any))
@@ -117,7 +117,7 @@ class Forecaster:
         return self._run(1, _FEW_TOKENS, num_items_in_batch=torch.tensor(_FEW_TOKENS)).sums_loss
 
     def least_gpu_bytes(self, batch: int, length: int) -> int:
-        """GPU memory of a step on ``batch`` sequences of ``length`` tokens that takes the least."""
+        """Returns the least GPU memory of a step on ``batch`` sequences of ``length`` tokens."""
         needed = self._least_bytes(batch, length)
         if self._may_join:
             with contextlib.suppress(UnsupportedError), self.plan.joining(batch):
@@ -126,7 +126,7 @@ class Forecaster:
         return needed
 
     def _least_bytes(self, batch: int, length: int) -> int:
-        """By the leanest of the ways that the plan would try."""
+        """The least of the ways of running layers that the plan tries: in pieces or whole, with or without tiles of tokens."""
         runtime, setting = self.engine.runtime, self.config.token_tile
         tiles = [0, AUTO_TILE_TOKENS] if batch * length > AUTO_TILE_TOKENS else [0]
         pieces = [None, 1] if batch > 1 and may_cut(runtime, self.config) else [None]
@@ -138,11 +138,11 @@ class Forecaster:
         return min(least)
 
     def forecast(self, batch: int, length: int) -> Forecast:
-        """The fastest step on ``batch`` sequences of ``length`` tokens; the leanest where nothing fits. Several micro-batches
-        run as one batch where the Trainer's would (``integrations/joined_batches.py``). A ConfigError if the
-        model looks at data, or doesn't take the length."""
+        """Returns the fastest step on ``batch`` sequences of ``length`` tokens, or the leanest if none fits. Micro-batches run
+        as one batch where the Trainer's would (``integrations/joined_batches.py``). Raises a ConfigError if the model's code
+        depends on data, or doesn't take the length."""
         step_profile, apart = self.fastest(batch, length)
-        # A batch that can't be cut stays in its micro-batches.
+        # A batch that can't be cut into pieces (UnsupportedError) stays in its micro-batches.
         if self._may_join:
             with contextlib.suppress(UnsupportedError), self.plan.joining(batch):
                 whole, together = self.fastest(batch * self.micro_batches, length)
@@ -156,7 +156,7 @@ class Forecaster:
     ) -> Forecast:
         chosen = found or self.plan.search_for(step_profile).leanest()
         sent = sum(sent_bytes(step_profile, chosen.placement))
-        # All units are adopted on the host; then some move, and activations take their place.
+        # All units are adopted on the host. Those that move to the device later leave their memory to activations.
         moved = self.plan.model_sizes().moved_bytes(chosen.placement)
         return Forecast(
             forecaster=self,
@@ -173,12 +173,12 @@ class Forecaster:
         )
 
     def fastest(self, batch: int, length: int) -> tuple[StepProfile, Candidate | None]:
-        """The profile of a step, by the way that suits it, with estimated times, and the best placement; None if none fits."""
+        """Returns the profile of the step, run in the way that suits it best, and the best placement, or None if none fits."""
         step_profile = functools.partial(self._step_profile, batch, length)
         return WayChoice(self.engine.runtime, self.config, batch, step_profile, self.plan.search_for).best()
 
     def _step_profile(self, batch: int, length: int) -> StepProfile:
-        """The profile of the step by the way that the runtime has now, with estimated times, run once for each way."""
+        """Returns the profile, with estimated times, of a step as the runtime runs layers at the moment. It is cached."""
         cut = self.engine.runtime.batch_cut
         key = (batch, length, self.engine.runtime.token_tile, cut.asked, cut.chosen)
         if key not in self._profiles:
@@ -195,7 +195,7 @@ class Forecaster:
                 return profile_step(self.model, self.engine.runtime, inputs, torch.device("cpu"), self._with_times)
         except MegatrainError:
             raise
-        except Exception as error:  # the model's own code, on tensors without data
+        except Exception as error:  # the model's own code, on fake tensors, may raise anything
             raise ConfigError(
                 f"{type(self.model).__name__} can't be run without data on token ids of {length:,} tokens and labels of the "
                 f"same shape ({type(error).__name__}: {error}); name a language model, or another --length"
@@ -203,8 +203,8 @@ class Forecaster:
 
     def _with_times(self, layer: StreamedLayer, profile: LayerProfile, saved: SavedInForward) -> LayerProfile:
         runtime = self.engine.runtime
-        if self._attention.has_dropped:  # then a run doesn't keep its results (layers/attention_results.py)
+        if self._attention.has_dropped:  # a training doesn't keep its results then (layers/attention_results.py)
             profile = dataclasses.replace(profile, attention=OpCosts(), attention_bytes=0)
-        # Asked while the model runs: transformers hangs hooks on routers whose logits the loss wants.
+        # This must be asked while the model runs: transformers then has hooks on routers whose logits the loss reads.
         compiles = not runtime.token_tile and not layer.experts and runtime.compiled.suits(layer) is not None
         return with_times(profile, saved, compiles, self.machine.machine)

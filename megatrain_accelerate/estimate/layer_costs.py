@@ -1,6 +1,6 @@
-"""What an unmeasured layer costs, from what a run without data counts: operations, bytes moved, bytes saved. Seconds take
-shares of the machine's speeds, fitted to a few measured trainings on one H200 (docs/estimate_method.md lists them): how far a
-training stays behind what ``plan/machine.py`` measures."""
+"""Predicts what an unmeasured layer costs from what a fake run counts: operations, bytes moved and bytes saved. Times take
+shares of the speeds that ``plan/machine.py`` measures, since a training doesn't reach these. The shares were fitted to a few
+measured trainings on one H200 (docs/estimate_method.md lists them)."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from megatrain_accelerate.plan.step_memory import OpCosts
 from megatrain_accelerate.plan.step_profile import LayerProfile, SavedInForward
 
 PRODUCTS = 0.98
-"""What matrix products of layers reach of the speed that the GPU keeps up in a large one."""
+"""Share of the GPU's sustained speed in a large matrix product that the products of layers reach."""
 ATTENTION = 0.74
-"""What attention kernels reach of it; the half that a causal one skips isn't counted."""
+"""Share of the same speed that attention kernels reach. The half that causal attention skips isn't counted."""
 SINGLE = 0.70
-"""What uncompiled operations, except products and attention, reach of the speed of a copy within device memory. Kernels of one
-operation each reduce, broadcast, or read slices and rows that aren't aligned."""
+"""Share of the speed of a copy within device memory that uncompiled operations reach, except products and attention. Their
+kernels reduce, broadcast, or read slices and rows that aren't aligned."""
 FUSED = 0.5
-"""Of the bytes that single operations read and write, what compiled kernels still move, as fast as a copy."""
+"""Share of the bytes moved by single operations that compiled kernels still move. These are as fast as a copy."""
 OUTSIDE = 0.955
-"""What all that runs outside the layers reaches, the loss above all: of a large product's speed, and of a copy's."""
+"""Share of a large product's speed, and of a copy's, that is reached outside the layers, above all by the loss."""
 _DROPOUT_PLACES = {scaled_dot_product_attention: 4, multi_head_attention_forward: 10}
-"""Of the argument ``dropout_p``, for each function of torch's attention."""
+"""Position of the argument ``dropout_p`` in each of torch's attention functions."""
 
 
 class WithoutAttentionDropout(TorchFunctionMode):
-    """Calls of torch's attention drop nothing out while the body runs. A GPU's kernels apply dropout on the fly and keep no
-    scores; the CPU's, which stand for them, take products and a softmax then, with all pairs of tokens in memory."""
+    """Sets dropout to 0 in calls of torch's attention while the body runs. A GPU's kernels apply dropout on the fly and keep
+    no scores. The CPU's, which stand for them, would use products and a softmax, with scores of all pairs of tokens."""
 
     has_dropped = False
-    """Whether a call would have dropped something."""
+    """Whether a call asked for dropout."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -51,9 +51,9 @@ class WithoutAttentionDropout(TorchFunctionMode):
 
 
 def with_times(profile: LayerProfile, saved: SavedInForward, compiles: bool, machine: Machine) -> LayerProfile:
-    """The profile of a call with seconds, and, if it ``compiles``, with the memory that it takes then. Compiled code saves
-    what products and attention read or made, and recomputes the rest from that and from the residual stream; its forward has
-    two more tensors of the output's size in memory. A recompute stops at the last saved tensor."""
+    """Returns the profile of a call with times and, if the call ``compiles``, with the memory of compiled code. It saves what
+    products and attention read or made, and recomputes the rest from that and from the residual stream. Its forward has two
+    more tensors of the output's size in memory. A recompute stops at the last saved tensor."""
 
     def seconds(costs: OpCosts) -> float:
         products = (costs.flops - costs.attention_flops) / PRODUCTS + costs.attention_flops / ATTENTION

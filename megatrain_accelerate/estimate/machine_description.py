@@ -1,7 +1,7 @@
-"""The machine that is estimated for: this one, as measured, or one that is described by public figures. These are what makers
-state, which no training reaches. Sources: NVIDIA's data sheets of GPUs for servers and workstations, and the architecture
-white papers of GeForce RTX 30 (GA102), 40 (AD102) and 50 (GB202). bf16 products are dense, added up in fp32: on a GeForce
-twice its fp32 rate. The memory is what the driver reports, which is less than the name says."""
+"""The machine of an estimate: this one, as measured, or one that is described by public figures. Those are what makers state,
+which no training reaches. Sources: NVIDIA's data sheets of GPUs for servers and workstations, and the architecture white
+papers of GeForce RTX 30 (GA102), 40 (AD102) and 50 (GB202). Rates of bf16 products are dense ones with sums in fp32, which
+is twice the fp32 rate on a GeForce. Memory is what the driver reports, which is less than the name says."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from megatrain_accelerate.store.host_limits import available_host_bytes
 from megatrain_accelerate.units import GB, GIB
 
 DENSE_SHARE = 0.724
-"""Of the stated speed of dense bf16 products: 716 of 989 TFLOPS, measured on H200 (8192 x 8192 numbers as they come)."""
+"""Share of the stated rate of dense bf16 products: 716 of 989 TFLOPS, measured on H200 (8192 x 8192 random numbers)."""
 MEMORY_SHARE = 0.777
-"""Of the stated speed of device memory: 3.73 of 4.8 TB/s, a copy on H200."""
+"""Share of the stated speed of device memory: 3.73 of 4.8 TB/s, measured by a copy on H200."""
 H2D_SHARE, D2H_SHARE = 0.841, 0.862
-"""Of the link's stated speed: 53.0 and 54.3 of 63.0 GB/s, PCIe Gen5 on H200."""
+"""Shares of the link's stated speed: 53.0 and 54.3 of 63.0 GB/s, measured on H200 with PCIe Gen5."""
 H2D_SHARE_IN_STEP, D2H_SHARE_IN_STEP = 0.37, 0.52
-"""Of those, what is left while the host steps: 35 and 48% on one server with 64 cores, 39 and 57% on another."""
+"""Shares of these speeds that remain while the host steps: 35 and 48% on one server with 64 cores, 39 and 57% on another."""
 STEP_SHARE_BESIDE_COPIES = 0.85
-"""Of the host step's speed, what is left while activations leave: 79 to 93% on a server with 16 cores."""
+"""Share of the host step's speed that remains while activations are offloaded: 79 to 93% on a server with 16 cores."""
 STEP_PARAMETERS_PER_THREAD = 0.41e9
-"""A second, of the host's AdamW: 5.7 G/s with 14 threads in training, on a server's cores with AVX-512."""
+"""Parameters per second that a thread of AdamW steps: 5.7 G/s with 14 threads in training, on server cores with AVX-512."""
 PEER_SHARE = 0.5
-"""Of the stated speed between GPUs, what an exchange of gradients with its sums in fp32 sustains: assumed. An all-reduce
-among four H100s with NVLink reached 355 of 450 GB/s each way."""
+"""Share of the stated speed between GPUs that an exchange of gradients sustains, with its sums in fp32. This is an assumption.
+An all-reduce among four H100s with NVLink reached 355 of 450 GB/s each way."""
 GPUS_OF_A_SOCKET = 4
-"""Of a server, whose sockets have memory of their own: four processes on 64 cores stepped 7.0 G parameters/s together."""
+"""GPUs per socket of a server, which has its own memory. Four processes on 64 cores together stepped 7.0 G parameters/s."""
 CONTEXT_BYTES = GIB // 2
 """Device memory that CUDA's context takes."""
 
 PCIE4_X8, PCIE4, PCIE5, NVLINK_C2C = 15.8e9, 31.5e9, 63.0e9, 450e9
-"""Bytes a second each way, of 16 lanes unless said, or of GH200's link between its chips. 8 lanes of Gen5 are 16 of Gen4."""
+"""Bytes per second each way of 16 lanes (unless named X8), and of GH200's link. 8 lanes of Gen5 are as fast as 16 of Gen4."""
 
 SERVER_DRAM, DESKTOP_DRAM, GRACE_DRAM = 213e9, 60e9, 380e9
-"""Bytes a second that a compiled loop gets from the memory of such a host: measured on servers with H200 (8.2 G parameters/s
-of 26 bytes); three quarters of the data sheet's for two channels of DDR5-5200 and for GH200's LPDDR5X."""
+"""Bytes per second that a compiled loop gets from the memory of such a host. The server's was measured with H200 (8.2 G
+parameters/s of 26 bytes). The others are three quarters of the data sheets': two channels of DDR5-5200, GH200's LPDDR5X."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KnownGpu:
-    """A GPU by its data sheet, and the host that it usually sits in, with its cores for each GPU. Speeds of memories and of
-    the link, each way, are bytes a second."""
+    """A GPU by its data sheet, and its usual host, whose cores are counted per GPU. Speeds of memories, and of the link each
+    way, are in bytes per second."""
 
     name: str
     memory_gib: float
@@ -62,11 +62,11 @@ class KnownGpu:
     host_dram_bytes: float = SERVER_DRAM
     host_cores: int = 16
     sustained_flops: float | None = None
-    """Of large bf16 products in a training, at the GPU's power limit; None where no training was measured."""
+    """Rate of large bf16 products in a training, at the GPU's power limit. None if no training was measured."""
     shares_memory: bool = False
-    """Whether GPU and host have one memory. A quarter of it is the GPU's unless the options say otherwise."""
+    """Whether GPU and host share one memory. A quarter of it is the GPU's unless the options say otherwise."""
     peer_bytes: float | None = None
-    """A second each way to other GPUs, by NVLink; None where that goes over the link to the host."""
+    """Bytes per second each way to other GPUs over NVLink. None if these copies use the link to the host."""
 
 
 KNOWN_GPUS = (
@@ -100,16 +100,16 @@ KNOWN_GPUS = (
 
 @dataclasses.dataclass
 class MachineDescription:
-    """Speeds and memories of one machine, or of each of several equal ones, and where they are from. A step may take
-    ``gpu_bytes``. In a second GPUs exchange ``exchange_bytes`` of gradients, and machines ``network_bytes`` each way."""
+    """Speeds and memories of one machine, or of each of several equal ones, with notes on their sources. A step may take
+    ``gpu_bytes``. GPUs exchange ``exchange_bytes`` of gradients per second, and machines ``network_bytes`` each way."""
 
     gpu: str
     machine: Machine
-    """The speeds that one GPU's process has while those of all GPUs are at work."""
+    """The speeds that the process of one GPU has while those of all GPUs work."""
     gpu_bytes: int
     gpu_total_bytes: int
     host_bytes: int | None
-    """That all processes may take; None where nothing was said: as much as the model's states need."""
+    """Host memory that all processes may take. None if it isn't stated: then as much as the model's states need."""
     notes: list[str]
     gpus: int = 1
     exchange_bytes: float = math.inf
@@ -127,9 +127,9 @@ class MachineDescription:
 
 
 def describe_machine(options: Namespace, config: MegatrainConfig) -> MachineDescription:
-    """The machine of the command's options. A ConfigError if there is no GPU here and none is described, a description isn't
-    complete or is of this machine's host, a memory is too small or larger than the GPU's, or nothing names the speed of
-    several machines' network."""
+    """Returns the machine that the command's options name. Raises a ConfigError if there is no GPU here and none is described,
+    if options are missing (such as the network's speed for several machines) or exclude each other, or if a memory is too
+    small or larger than the GPU's."""
     gpus, machines, network_bytes = options.gpus, options.machines, options.network_bytes
     for option, value, count, needs in (
         ("--peer-link", options.peer_bytes, gpus, "--gpus"),
@@ -141,7 +141,7 @@ def describe_machine(options: Namespace, config: MegatrainConfig) -> MachineDesc
     found = _this_machine(options, config) if is_this_one else _described(options, config)
     found.gpus, found.machines = gpus, machines
     if gpus > 1:
-        whole = found.machine  # whose step is that of the machine
+        whole = found.machine  # its host step is that of the whole machine
         peer_bytes = getattr(known_gpu(found.gpu), "peer_bytes", None) or whole.h2d_bytes / H2D_SHARE
         found.exchange_bytes = options.peer_bytes or PEER_SHARE * peer_bytes
         found.machine = dataclasses.replace(whole, host_step_parameters=whole.host_step_parameters / gpus)
@@ -191,7 +191,7 @@ def _this_machine(options: Namespace, config: MegatrainConfig) -> MachineDescrip
 
 
 def known_gpu(name: str) -> KnownGpu | None:
-    """The GPU of a name, its maker's or torch's, in whatever case; or None."""
+    """Returns the GPU of a name in any case, as its maker or torch spells it, or None."""
 
     def plain(name: str) -> str:
         kept = re.sub("NVIDIA|GEFORCE|HBM[0-9]E?|SXM[0-9]|GB", "", re.sub("[^A-Z0-9]", "", name.upper()))
@@ -201,9 +201,9 @@ def known_gpu(name: str) -> KnownGpu | None:
 
 
 def at_the_power_limit(machine: Machine, gpu: str) -> Machine:
-    """The speeds without what the GPU of a name (as torch gives it) reaches for a moment only. A large product is timed for
-    a few ms; in a training the clock is what the power limit leaves. Seen on H200, where that product reaches 716 to 795
-    TFLOPS, by the machine, and trainings are equally fast."""
+    """Returns the speeds, with products no faster than ``gpu`` (torch's name of it) sustains. A large product is timed for a
+    few ms, whereas in a training the power limit sets the clock. On H200s that product reaches 716 to 795 TFLOPS depending
+    on the machine, and trainings are equally fast."""
     most = getattr(known_gpu(gpu), "sustained_flops", None) or machine.device_flops
     return dataclasses.replace(machine, device_flops=min(machine.device_flops, most))
 
@@ -274,18 +274,18 @@ def _unknown_gpu(options: Namespace) -> KnownGpu:
     if missing := [name for name, value in needed.items() if value is None]:
         raise ConfigError(f"a GPU that isn't in the table needs {', '.join(missing)} too; or name a known one by --gpu")
     memory, dense, device, link = needed.values()
-    # Products and the GPU's memory are as the options say.
+    # _changed() sets the options' speeds. The link has its own before, too, so that its share during a step isn't scaled.
     return KnownGpu("described GPU", memory / GIB, dense, device, link / H2D_SHARE, host_cores=usable_cpu_count())
 
 
 def _changed(machine: Machine, options: Namespace) -> Machine:
-    """The speeds, with those that the options name: sustained ones, as they stand."""
+    """Returns the speeds with those that the options name, which are sustained and taken as they are."""
     h2d, d2h = options.link_bytes or machine.h2d_bytes, options.link_bytes or machine.d2h_bytes
     return dataclasses.replace(
         machine,
         h2d_bytes=h2d,
         d2h_bytes=d2h,
-        # What the host's memory leaves to copies is the same.
+        # The host's memory leaves the same bytes per second to copies, whatever the link.
         h2d_share_in_step=min(1.0, machine.h2d_share_in_step * machine.h2d_bytes / h2d),
         d2h_share_in_step=min(1.0, machine.d2h_share_in_step * machine.d2h_bytes / d2h),
         host_step_parameters=options.host_step_parameters or machine.host_step_parameters,
@@ -295,6 +295,6 @@ def _changed(machine: Machine, options: Namespace) -> Machine:
 
 
 def host_step_parameters(cores: int, dram_bytes: float, most_threads: int | None = None) -> float:
-    """Parameters a second that the host's AdamW steps: by its threads or by the DRAM's speed."""
+    """Returns the parameters per second that the host's AdamW steps, bounded by its threads or by the DRAM."""
     threads = min(default_thread_count(cores), most_threads or cores)
     return min(STEP_PARAMETERS_PER_THREAD * threads, dram_bytes / STEP_BYTES)

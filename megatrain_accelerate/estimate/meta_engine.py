@@ -1,4 +1,4 @@
-"""A model without weights, from its configuration, and the real engine on it, whose store is as large and holds nothing."""
+"""A model on the meta device, made from its configuration, and the real engine on it, whose store allocates nothing."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from megatrain_accelerate.units import GIB
 
 META = torch.device("meta")
 _MOST_SPARE_ROWS = 8
-"""Of a table of positions: BART and OPT have two before the first."""
+"""Rows by which a table may exceed the stated positions: BART and OPT have two before the first position."""
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> Any:
-    """The configuration of an id of the Hub, a folder, or a ``config.json``, with code if trusted; a ConfigError if none."""
+    """Loads the configuration of a Hub id, a folder or a ``config.json``, with its code if trusted, or raises ConfigError."""
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # each configuration checks its entries in its own way
+    except Exception as error:  # each configuration raises its own kinds of errors
         where = "can't be read" if os.path.exists(name) else "is neither a local folder nor a file, nor found on the Hub"
         raise ConfigError(f"the configuration of {name!r} {where}: {error}") from error
 
 
 def model_on_meta(config: Any, trust_remote_code: bool = False) -> nn.Module:
-    """The model of a configuration in bf16 on the meta device: the class that it names, else a causal language model. An
-    UnsupportedError if transformers knows no such model, or its code can't make one of the configuration."""
-    # Without data and with a cache in sight, newer ones leave out the mask of all tokens by all, as they do with data.
+    """Makes the model of a configuration in bf16 on the meta device: of the class that it names, else a causal language model.
+    Raises an UnsupportedError if transformers knows no such model, or if its code fails on the configuration."""
+    # With use_cache, newer models leave out the mask of all pairs of tokens in a fake run, as they do with data.
     for part in (config, getattr(config, "text_config", None)):
         if part is not None and hasattr(part, "use_cache"):
             part.use_cache = True
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # of the published weights; what trains is bf16
+        del config.quantization_config  # it describes the published weights, and training is in bf16
     kinds = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
     kind = next((kind for kind in kinds if kind is not None), None)
     with torch.device("meta"):
@@ -63,22 +63,22 @@ def model_on_meta(config: Any, trust_remote_code: bool = False) -> nn.Module:
 
 
 class PositionTable(NamedTuple):
-    """A part of the model with a row for each of its positions. Without data nothing refuses a sequence of more tokens."""
+    """A module or buffer with a row for each position. A fake run doesn't refuse a sequence of more tokens."""
 
     name: str
     positions: int
 
 
 def position_table(model: Any, stated: int | None) -> PositionTable | None:
-    """The embedding, or the buffer of sines, with a row for each of the positions that the configuration names; None if there
-    is none. That of the tokens is none, however many they are."""
+    """Finds the embedding, or the buffer of sines, with a row for each of the ``stated`` positions. None if there is none. The
+    embedding of tokens never is one, whatever its size."""
     tables: list[tuple[str, Any, int]] = [
         (name, module, module.num_embeddings) for name, module in model.named_modules() if isinstance(module, nn.Embedding)
     ]
     tables += [(name, None, len(buffer)) for name, buffer in model.named_buffers() if buffer.dim() == 2]
     for name, module, rows in tables:
         if stated and 0 <= rows - stated <= _MOST_SPARE_ROWS and module is not model.get_input_embeddings():
-            padding = getattr(module, "padding_idx", None)  # RoBERTa counts from behind it
+            padding = getattr(module, "padding_idx", None)  # RoBERTa's first position is the one after it
             return PositionTable(name, stated if padding is None else stated - padding - 1)
     return None
 
@@ -97,14 +97,14 @@ class _MetaUnit(HostUnit):
 
 
 class MetaEngine(Engine):
-    """The engine of a model on the meta device, in training mode with bf16, for one process of a machine that is described;
-    raises as the engine does. What the settings place is left to :class:`ForecastPlan`."""
+    """The engine of a model on the meta device, in training mode with bf16, for one process of a described machine. Raises as
+    the engine does. The placement that the settings ask for is left to :class:`ForecastPlan`."""
 
     unit_class = _MetaUnit
 
     def __init__(self, model: nn.Module, config: MegatrainConfig, machine: MachineDescription) -> None:
         self.described = machine
-        # What the settings place says whether experts are cut.
+        # Whether experts are cut depends on the placement that the settings ask for, which is reset below.
         parts = 1 if config.expert_parts == "auto" and wants_whole_layers(config) else config.expert_parts
         others: dict[str, Any] = {"host_threads": 1, "gpu_memory_gib": machine.gpu_bytes / GIB}
         placement = dataclasses.replace(config.placement, kept_layers=0, offloaded_layers=0, device_layers=0, device_states=0)
@@ -112,7 +112,7 @@ class MetaEngine(Engine):
         super().__init__(model, META, config, bf16=True, training=True, show_progress=False, show_plan=False)
 
     def close(self) -> None:
-        """Ends the threads. There are no weights to give back: the model is of no use afterwards."""
+        """Ends the threads. There are no weights to give back, so the model is useless afterwards."""
         if not self.is_closed:
             self.is_closed = True
             self.runtime.worker.close()
@@ -122,8 +122,8 @@ class MetaEngine(Engine):
         return 0
 
     def store_bytes(self, adds: bool, **changes: Any) -> int:
-        """Host memory of a machine's store if all units live on the host, and, if gradients are added up there, of the buffers
-        in which they wait for that in each process; with these ``changes`` of the settings."""
+        """Returns the host memory of a machine's store, with these ``changes`` of the settings, if all units live on the host.
+        If it ``adds`` gradients up there, each process's staging buffers for them are included."""
         runtime = self.runtime
         with replaced(self, "config", dataclasses.replace(self.config, **changes)):
             planned = self._planned_bytes([unit.layout for unit in runtime.units], fp32_sums=adds and runtime.sums.is_wanted)
@@ -133,15 +133,15 @@ class MetaEngine(Engine):
 
 
 class ForecastPlan(DevicePlan):
-    """The plan for a machine that needn't be here: it finds placements and moves nothing. Host memory that isn't the store's
-    is for offloaded activations; there is none if the description names no size. The GPUs of a machine share it."""
+    """The plan for a machine that needn't be this one. It finds placements and moves nothing. Host memory besides the store is
+    for offloaded activations, in equal parts for the machine's GPUs. There is none if the description states no size."""
 
     def __init__(self, engine: MetaEngine, config: MegatrainConfig, micro_batches: int = 1) -> None:
         machine = self._described = engine.described
         self._machine = machine.machine
         self.overhead_bytes = machine.gpus * CONSTANT_OVERHEAD_BYTES
         """Host memory of the processes besides the store."""
-        # Tensors without data say that they are the CPU's: no GPU has to be here.
+        # Fake tensors are on the CPU, so that no GPU is needed.
         super().__init__(engine.runtime, config, torch.device("cpu"))
         self.micro_batches, self._ranks, self._exchange_bytes = micro_batches, machine.all_gpus, machine.exchange_bytes
         self.budget.given_bytes = machine.gpu_bytes
@@ -153,7 +153,7 @@ class ForecastPlan(DevicePlan):
         self.store_bytes = engine.store_bytes(self.adds_on_host)
 
     def model_sizes(self) -> Model:
-        """See :meth:`DevicePlan.model_sizes`; here no optimizer says when it steps."""
+        """As :meth:`DevicePlan.model_sizes`, but the settings say when steps happen, since there is no optimizer."""
         return dataclasses.replace(
             super().model_sizes(),
             steps_in_backward=self._config.passes_gradients or self._config.step_schedule == "backward",

@@ -1,4 +1,4 @@
-"""An estimate as a table for people, as JSON for programs, and as a picture; and those of many models."""
+"""Formats an estimate as a table, as JSON or as a picture, and estimates of several models likewise."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatrain_accelerate.tracing import empty_figure
 from megatrain_accelerate.units import GB, GIB
 
 STOCK_BYTES = 16
-"""Of a parameter on the GPU where the stock Trainer trains it in bf16 autocast: weight, gradient and two moments in fp32.
-FSDP2 divides them among the GPUs."""
+"""GPU memory per parameter if the stock Trainer trains in bf16 autocast: weight, gradient and two moments in fp32. FSDP2
+divides them among the GPUs."""
 FSDP2_OFFLOAD_BYTES, ZERO3_OFFLOAD_BYTES = 18, 20
-"""Of a parameter in host memory where FSDP2 or DeepSpeed's ZeRO-3 has its states there."""
+"""Host memory per parameter if FSDP2 or DeepSpeed's ZeRO-3 offloads the states."""
 
 
 def table(estimate: Estimate) -> Iterator[str]:
-    """The lines, each as soon as what it says is known."""
+    """Yields the lines of the table, each as soon as it is known."""
     machine, forecaster, runtime = estimate.machine, estimate.forecaster, estimate.forecaster.engine.runtime
     needed_bytes, parameters, active = forecaster.host_store_bytes, forecaster.parameters, forecaster.active_parameters
     budget = "(--host-memory isn't given)" if machine.host_bytes is None else f"of {forecaster.host_bytes / GIB:,.1f} GiB"
@@ -109,7 +109,7 @@ _COLUMNS = {
     "layers": 20,
     "bound by": 0,
 }
-"""Names and widths, which rows that aren't known yet can't change."""
+"""Names and widths, which are fixed, since lines are printed before later rows are known."""
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -137,7 +137,7 @@ def _cells(row: Forecast) -> tuple[str, ...]:
 
 
 def _verdict(estimate: Estimate) -> Iterator[str]:
-    """What is missing, and what helps; nothing if it fits."""
+    """Yields a line on what is missing and what helps, or none if the model fits."""
     if estimate.missing_host_bytes > 0:
         missing = f"It doesn't fit: {estimate.missing_host_bytes / GIB:,.1f} GiB of host memory are missing"
         if (found := estimate.forecaster.settings_that_fit()) is None:
@@ -161,7 +161,7 @@ def _verdict(estimate: Estimate) -> Iterator[str]:
 
 
 def _other_tools(estimate: Estimate) -> dict[str, Any]:
-    """What other tools for several GPUs take for the model's states, on each machine; nothing with one GPU."""
+    """Returns what other tools need for the model's states on each GPU and machine. Empty with a single GPU."""
     machine = estimate.machine
     if machine.all_gpus == 1:
         return {}
@@ -175,7 +175,7 @@ def _other_tools(estimate: Estimate) -> dict[str, Any]:
 
 
 def as_json(estimate: Estimate) -> dict[str, Any]:
-    """The estimate as plain data; units are in the names."""
+    """Returns the estimate as plain data, with units in the names."""
     machine, limits = estimate.machine, estimate.limits
     forecaster, runtime = estimate.forecaster, estimate.forecaster.engine.runtime
     return {
@@ -239,7 +239,7 @@ def _row_as_json(row: Forecast) -> dict[str, Any]:
 
 
 def ladder_table(estimates: Iterable[Estimate]) -> Iterator[str]:
-    """A line for each model, as soon as its batches are known."""
+    """Yields the lines of the table of several models, each as soon as its model's steps are known."""
     gpus, some_are_missing = 0, False
     for estimate in estimates:
         machine, forecaster, host = estimate.machine, estimate.forecaster, "as much as is needed"
@@ -278,13 +278,13 @@ def _ladder_line(model: str, parameters: str, host: str, stock: str, *cells: str
 
 
 def _stock_bytes(estimate: Estimate) -> float:
-    """Of each GPU where the stock Trainer, or with several FSDP2, has the states there."""
+    """Returns the states' memory on each GPU with the stock Trainer, or with FSDP2 if there are several GPUs."""
     return STOCK_BYTES * estimate.forecaster.parameters / estimate.machine.all_gpus
 
 
 def plot(estimates: Sequence[Estimate], path: Path) -> None:
-    """Draws tokens a second against the batch, of each model whose states have room; the path's suffix names the format. An
-    UnsupportedError if matplotlib isn't installed, a ConfigError if nothing can be written there, or not in that format."""
+    """Draws tokens per second against the batch for each model whose states fit, in the format of the path's suffix. Raises an
+    UnsupportedError if matplotlib isn't installed, and a ConfigError if the file, or that format, can't be written."""
     estimates = [estimate for estimate in estimates if estimate.missing_host_bytes <= 0] or estimates[:1]
     columns = math.ceil(len(estimates) ** 0.5)
     lines = math.ceil(len(estimates) / columns)
@@ -292,7 +292,7 @@ def plot(estimates: Sequence[Estimate], path: Path) -> None:
     figure.suptitle("Predicted: tokens a second, GPU memory, what bounds a step", fontsize=10)
     for place, estimate in enumerate(estimates, 1):
         axes = figure.add_subplot(lines, columns, place)
-        # Of a model in a folder its name, and no path of this machine.
+        # The title has only the name of a local model's folder: no path of this machine.
         name = Path(estimate.model.removesuffix("/config.json")).name
         host = f"{estimate.forecaster.host_store_bytes / GIB:,.1f} GiB of host memory"
         axes.set_title(f"{name} on {estimate.machine.gpus_text}, {host}", fontsize=9)
