@@ -12,7 +12,7 @@ from megatrain_accelerate import activation
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.integrations import import_hook
-from megatrain_accelerate.integrations.wrapping import ensure_ready
+from megatrain_accelerate.integrations.wrapping import require_patches
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +38,7 @@ def enable(config: MegatrainConfig | Mapping[str, Any] | str | None = None, **se
     if failure is not None:
         raise failure
     import_hook.install()
-    ensure_ready()
+    require_patches()
     return activation.activate(settings or config)
 
 

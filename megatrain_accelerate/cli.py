@@ -22,50 +22,50 @@ from megatrain_accelerate.tracing import DEFAULT_STEP, ENV_TRACE_DIR, ENV_TRACE_
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the subcommand in ``arguments``, by default the process's, and returns the exit status: that of SIGPIPE if the
-    output's reader (``| head``) has closed it. A :class:`MegatrainError` is printed in one line."""
+    """Runs the subcommand in ``arguments``, by default the process's, and returns the exit status. A :class:`MegatrainError`
+    is printed in one line. If the output's reader (``| head``) ends early, the status is that of a death by SIGPIPE."""
     parser = argparse.ArgumentParser(prog="megatrain", description="Tools around trainings with megatrain_accelerate.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show versions and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="subcommand")
-    trace = commands.add_parser(
+    trace_parser = commands.add_parser(
         "trace",
         help="draw one optimizer step of a training: a picture, and a trace for ui.perfetto.dev",
-        description="Runs a training command and traces one optimizer step of it: the period from the optimizer.step() "
-        "before it to its own, with the host's AdamW under the forward. The training isn't changed and runs to its end.",
+        description="Runs a training command and traces the time between two calls of optimizer.step(). The second is that "
+        "of --step, and the host's AdamW of the first runs meanwhile. The training isn't changed and runs to its end.",
         usage="megatrain trace --out DIR [--step N] -- accelerate launch --config megatrain.yaml train.py ...",
     )
-    trace.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for what is written")
-    trace.add_argument(
+    trace_parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for what is written")
+    trace_parser.add_argument(
         "--step", type=int, default=DEFAULT_STEP, metavar="N", help="optimizer step, from 2; default %(default)s"
     )
-    trace.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the training")
-    trace.set_defaults(run=_trace, error=trace.error)
-    forecast = commands.add_parser(
+    trace_parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the training")
+    trace_parser.set_defaults(run=_trace, error=trace_parser.error)
+    estimate_parser = commands.add_parser(
         "estimate",
         help="memory and speed of a training, from a model's configuration, on this machine or another",
         description="Predicts what training a model takes and how fast it goes. Only the configuration is read, nothing is "
         "allocated: layers run on tensors without data, and the plan's own search finds what lies where.",
     )
-    estimate.add_arguments(forecast)
-    forecast.set_defaults(run=estimate.run)
-    checkup = commands.add_parser(
+    estimate.add_arguments(estimate_parser)
+    estimate_parser.set_defaults(run=estimate.run)
+    doctor_parser = commands.add_parser(
         "doctor",
         help="check this machine: what keeps it from training, what will limit it, and how to mend that",
-        description="Looks at versions, hooks, limits and memory, and measures the link, the host's memory and its kernels. "
+        description="Looks at versions, patches of other packages, limits and memory, and measures the link and the host. "
         "The exit status is 1 if something keeps training from running.",
     )
-    checkup.add_argument("--folder", type=Path, default=Path("."), metavar="DIR", help="where checkpoints will go")
-    checkup.add_argument("--no-speed", action="store_true", help="measure nothing: look only")
-    checkup.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    checkup.set_defaults(run=_doctor)
+    doctor_parser.add_argument("--folder", type=Path, default=Path("."), metavar="DIR", help="where checkpoints will go")
+    doctor_parser.add_argument("--no-speed", action="store_true", help="measure nothing: look only")
+    doctor_parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    doctor_parser.set_defaults(run=_doctor)
     recipes = {file.stem: file for file in (Path(__file__).parent / "configs").glob("*.yaml")}
-    start = commands.add_parser(
+    config_parser = commands.add_parser(
         "config",
         help="print the yaml to begin with, for accelerate launch --config; or that of a recipe",
         description="Prints a yaml with comments: megatrain config > megatrain.yaml. RECIPE is one of "
         f"{', '.join(sorted(recipes))}; the first lines of each say what it is for.",
     )
-    either = start.add_mutually_exclusive_group()
+    either = config_parser.add_mutually_exclusive_group()
     either.add_argument(
         "recipe", nargs="?", default="megatrain", choices=sorted(recipes), metavar="RECIPE", help="default %(default)s"
     )
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="convert a configuration for DeepSpeed: FILE is its JSON, or the yaml that accelerate config wrote for it",
     )
-    start.set_defaults(run=_config, recipes=recipes)
+    config_parser.set_defaults(run=_config, recipes=recipes)
     options = parser.parse_args(arguments)
     try:
         status = int(options.run(options))
@@ -104,12 +104,13 @@ class _Version(argparse.Action):
 
 
 def _trace(options: argparse.Namespace) -> int:
-    """Runs a training; writes the results once the step is traced. Returns its status; 1 if it succeeded without a trace."""
+    """Runs a training, and writes the results once the step is traced. Returns the training's status, or 1 if it succeeded
+    and no step was traced."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         options.error("the training's command is missing: megatrain trace --out DIR -- accelerate launch ... train.py")
     if options.step < 2:  # the first step's forward follows no step: there is no host step to show
-        raise ConfigError(f"step {options.step} can't be traced: a period begins with the step before; use 2 or more")
+        raise ConfigError(f"step {options.step} can't be traced: its trace would begin with the step before it; use 2 or more")
     folder, asked = options.out, {ENV_TRACE_DIR: str(options.out.absolute()), ENV_TRACE_STEP: str(options.step)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,9 +128,9 @@ def _trace(options: argparse.Namespace) -> int:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(timeout=0.5)
             if (folder / RAW_TRACE).exists():
-                write_results(folder)
+                write_results(folder)  # the training has renamed the file from partial_..., so that it is complete
     finally:
-        if status is None:  # interrupted: the command got the same signal
+        if status is None:  # Ctrl-C, which the terminal sends to the command, too
             process.wait()
     if (folder / PERFETTO_TRACE).exists():
         return status
@@ -145,14 +146,14 @@ def write_results(folder: Path) -> None:
     """Turns the raw trace in ``folder`` into the Perfetto file, picture and printed table, and deletes the raw trace."""
     with gzip.open(folder / RAW_TRACE, "rt", encoding="utf-8") as file:
         trace = json.load(file)
-    found, trace["traceEvents"] = tracing.build(trace)
-    trace[NOTES] = {key: found.info[key] for key in ("step", "device", "wait_ms", "shares")}
+    timeline, trace["traceEvents"] = tracing.build(trace)
+    trace[NOTES] = {key: timeline.info[key] for key in ("step", "device", "wait_ms", "shares")}
     with gzip.open(folder / PERFETTO_TRACE, "wt", encoding="utf-8") as file:
         json.dump(trace, file)
     (folder / RAW_TRACE).unlink()
-    lines = [tracing.format_summary(found), f"written: {folder / PERFETTO_TRACE} (open it at https://ui.perfetto.dev)"]
+    lines = [tracing.format_summary(timeline), f"written: {folder / PERFETTO_TRACE} (open it at https://ui.perfetto.dev)"]
     try:
-        tracing.draw(found, folder / PICTURE)
+        tracing.draw(timeline, folder / PICTURE)
         lines.append(f"written: {folder / PICTURE}")
     except MegatrainError as error:
         print(f"megatrain trace: {error}", file=sys.stderr, flush=True)
@@ -172,7 +173,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> int:
-    """Prints a recipe or a converted yaml. Remarks on a conversion also go to stderr if the output isn't a terminal."""
+    """Prints a recipe or a converted yaml. The remarks in a converted one go to stderr, too, unless stdout is a terminal."""
     if options.source is None:
         sys.stdout.write(options.recipes[options.recipe].read_text(encoding="utf-8"))
         return 0

@@ -235,8 +235,8 @@ class MegatrainConfig:
             if self.host_gradients == "passing" and self.micro_batch_size is not None:
                 raise ConfigError(
                     f"megatrain_config.micro_batch_size is {self.micro_batch_size}, and gradients of experts in parts are "
-                    "added on the host for each piece of a batch, which those that pass can't be; leave out one of "
-                    "expert_parts, micro_batch_size and host_gradients"
+                    "added on the host for each piece of a batch, but host_gradients: passing can't add up the gradients of a "
+                    "batch's pieces; leave out one of expert_parts, micro_batch_size and host_gradients"
                 )
         is_list = isinstance(self.layer_classes, (list, tuple, set, frozenset))
         if not is_list or not all(isinstance(name, str) for name in self.layer_classes):

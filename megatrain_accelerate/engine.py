@@ -72,15 +72,16 @@ def prepared_models() -> list[tuple[nn.Module, Engine]]:
 class Engine:
     """The streaming engine that is attached to one model.
 
-    It adopts the model: the data of layers move to the host store, all else to the device, and the model's own memory is freed
-    layer by layer, so that the host never holds more than the store, one layer and a constant. Parameters keep identity, name
-    and shape. The engine doesn't hold the model, and dies with it. Raises ``UnsupportedError`` if the model can't stream, and
-    ``HostMemoryError`` if it doesn't fit, before anything is allocated.
+    It adopts the model: every parameter gets host memory in the unit of its layer, or of its module if that is outside the
+    layers (a resident). Layers stream, residents also have a copy on the device, and buffers move to the device. The model's
+    own memory is freed meanwhile, so that the host never holds more than the store, one unit and a constant. Parameters keep
+    identity, name and shape. The layers' proxies hold the engine, which lives as long as they do, and doesn't hold the model.
+    Raises ``UnsupportedError`` if the model can't stream, and ``HostMemoryError`` if it doesn't fit, before it allocates.
 
     Args:
         model: on the CPU.
         bf16: whether the run's mixed precision is bf16.
-        training: False for evaluation: no gradients, masters or moments.
+        training: False for evaluation: no gradients and no moments, and masters only if a trainable weight computes in bf16.
         accumulates: whether gradients of several backwards will be summed before a step; if so, their memory is counted now.
         show_plan: print the plan's table and, where no progress bar is drawn, a line about the adoption.
         freed_bytes: host memory that is freed meanwhile: moments that optimizers bring from an earlier engine.
@@ -105,11 +106,13 @@ class Engine:
         self.config = config
         self.device = device
         self.bf16 = bf16
-        self.training = self.is_closed = self._is_in_forward = False
+        self.is_closed = self._is_in_whole_forward = False
+        self.training = False
+        """Whether the engine is prepared for gradients: at the end of this, if they are asked for, or later."""
         self._handles: list[Any] = []
         self._untile_head: Callable[[], None] = lambda: None
-        self._places: dict[str, list[tuple[str, str, nn.Module | nn.Parameter, str]]] = {}
-        """What each module, by its name, holds that was adopted: (registry, key, value, name in errors)."""
+        self._adopted: dict[str, list[tuple[str, str, nn.Module | nn.Parameter, str]]] = {}
+        """What was adopted of each module's children and parameters, by its name: (registry, key, value, name in errors)."""
         self.prepare_anew: Callable[[nn.Module], None] | None = None
         """Gives the model a new engine that trains what is unfrozen by now. Set by whoever prepared the model."""
         self._dtypes = compute_dtypes(model, bf16)
@@ -118,21 +121,21 @@ class Engine:
         self._holds_masters = training or any(p.requires_grad and p.dtype != self._dtypes[id(p)] for p in model.parameters())
         counts_sums = training and accumulates and config.accumulation_dtype == "fp32"
         self._rank_count = 1 if ranks is None else ranks.size
-        of_units = [parameters for _, parameters in discovery.units()]
-        layouts = [FlatLayout.of(unit, self._dtypes) for unit in of_units]
+        parameters_of_units = [parameters for _, parameters in discovery.units()]
+        layouts = [FlatLayout.of(parameters, self._dtypes) for parameters in parameters_of_units]
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
         self._streamed_units = len(discovery.layers) + len(discovery.experts)
-        freed_bytes += anonymous_bytes(p for unit in of_units for _, p in unit if p.device.type == "cpu")
+        freed_bytes += anonymous_bytes(p for unit in parameters_of_units for _, p in unit if p.device.type == "cpu")
         store_bytes = self._require_memory(layouts, training, counts_sums, freed_bytes)
         streams = Streams(device)
         meter = Meter(streams)
-        own_threads = None if ranks is None else default_thread_count(usable_cpu_count(ranks.on_these_cpus))
-        self.kernels = HostKernels(config.host_threads or own_threads)
+        threads_of_rank = None if ranks is None else default_thread_count(usable_cpu_count(ranks.on_these_cpus))
+        self.kernels = HostKernels(config.host_threads or threads_of_rank)
         if ranks is not None and discovery.experts and config.micro_batch_size is not None:
             raise UnsupportedError(
-                f"megatrain_config.micro_batch_size is {config.micro_batch_size}, and gradients of experts in parts are "
-                "exchanged for each piece of a batch, of which several processes may have unequal numbers; leave out "
-                "micro_batch_size, or set expert_parts to 1"
+                f"megatrain_config.micro_batch_size is {config.micro_batch_size}, and with several processes it can't be "
+                "combined with experts in parts: processes may cut a batch into different numbers of pieces, and gradients "
+                "are exchanged for each piece; leave out micro_batch_size, or set expert_parts to 1"
             )
         shared = None if ranks is None else SharedStore(ranks, len(layouts))
         layers: list[StreamedLayer] = []
@@ -161,17 +164,17 @@ class Engine:
                 return unit
 
             with progress:
-                parts_before = 0
+                first_part = 0
                 for index, (name, module) in enumerate(discovery.layers):
                     layers.append(StreamedLayer(index, name, module, make_unit(name, discovery.parameters_of(index))))
                     for spec in discovery.experts_of(index):
                         unit = make_unit(spec.name, list(spec.module.named_parameters()))
-                        at = (index, spec.name, spec.module, unit)
-                        layers[-1].leave_to(StreamedExperts(*at, parts=spec.parts, first_part=parts_before))
-                        parts_before += spec.parts
-                    for part in (layers[-1], *layers[-1].experts):
-                        part.show_host_weights()
-                        part.unit.passes_gradients = config.passes_gradients
+                        arguments = (index, spec.name, spec.module, unit)
+                        layers[-1].leave_to(StreamedExperts(*arguments, parts=spec.parts, first_part=first_part))
+                        first_part += spec.parts
+                    for streamed in (layers[-1], *layers[-1].experts):
+                        streamed.show_host_weights()
+                        streamed.unit.passes_gradients = config.passes_gradients
                 for resident in discovery.residents:
                     unit = make_unit(resident.name, resident.parameters)
                     groups.append(ResidentGroup(resident.name, unit, resident.layers_before, streams=streams, meter=meter))
@@ -183,18 +186,18 @@ class Engine:
                 ranks.meet("adopting the model")  # the first rank has filled the store
                 for group in groups:
                     group.show_device_weights()
-            if device.type != "meta":
+            if device.type != "meta":  # host memory that an engine will allocate later counts as taken, but not an estimate's
                 promising.add(self.runtime)
             for layer in layers:
                 install_proxy(layer.module, functools.partial(self.runtime.run_layer, layer), self._drain_for_copy)
             for experts in self.runtime.experts:
                 run = functools.partial(run_experts, self.runtime.expert_streams, experts)
                 install_proxy(experts.module, run, self._drain_for_copy)
-            self.runtime.sums.is_budgeted = counts_sums
+            self.runtime.fp32_sums.is_budgeted = counts_sums
             states = (state for unit in self.runtime.units for state in unit.states)
             self._frozen = [state.parameter for state in states if not state.entry.spec.trainable]
-            # When the engine is collected, and at exit: steps are applied, states are on the host where other ranks may want
-            # them, and no thread is inside torch when the interpreter ends.
+            # Called when the engine is collected, or at exit: waits for steps, brings states on the device to the host, where
+            # other ranks may want them, and ends the worker, so that no thread is inside torch when the interpreter ends.
             Finalize(self, self.runtime.states_on_device.leave, exitpriority=1)
             self.device_plan = DevicePlan(self.runtime, config, device, show_plan)
             if training:
@@ -213,7 +216,7 @@ class Engine:
 
     @property
     def optimizer_drivers(self) -> list[HostStep]:
-        """What steps the model's parameters on behalf of its optimizers."""
+        """The drivers, which step the model's parameters on behalf of its optimizers."""
         return [stepper for stepper in self.runtime.steppers if isinstance(stepper, HostStep)]
 
     @property
@@ -222,11 +225,11 @@ class Engine:
         return [driver.optimizer for driver in self.optimizer_drivers if driver.optimizer is not None]
 
     def enable_training(self) -> None:
-        """Prepares for gradients, if it isn't done. Raises ``HostMemoryError``, with nothing allocated, if they don't fit."""
+        """Prepares an engine for gradients, once. Raises ``HostMemoryError``, with nothing allocated, if they don't fit."""
         if not self.training:
-            parts = self._planned_bytes([unit.layout for unit in self.runtime.units])
-            more = {kind: parts[kind] for kind in ("gradients", "moments")}
-            more["residuals"] = parts["residuals"] - sum(unit.residuals.nbytes for unit in self.runtime.units)
+            planned = self._planned_bytes([unit.layout for unit in self.runtime.units])
+            more = {kind: planned[kind] for kind in ("gradients", "moments")}
+            more["residuals"] = planned["residuals"] - sum(unit.residuals.nbytes for unit in self.runtime.units)
             remedy = settings_that_take_less(self.config, keeps_gradients=self._rank_count > 1)
             require_host_bytes(more, self.config.host_memory_gib, remedy=remedy, ranks=self._rank_count)
             self._begin_training()
@@ -239,12 +242,15 @@ class Engine:
         self.runtime.offloader.allocate_slots(self.runtime.gradients_leave)
 
     def _make_logits_wait(self, model: nn.Module) -> None:
+        """With ``tiled_loss``, makes the head return logits that are computed only if they are read (:mod:`.lazy_logits`)."""
         head = find_head(model, (layer.module for layer in self.runtime.layers)) if self.config.tiled_loss else None
         if head is not None:
             own = {id(parameter) for parameter in head.parameters()}
             units = [unit for unit in self.runtime.units if any(id(state.parameter) in own for state in unit.states)]
-            versions, calls = (lambda: [unit.version for unit in units]), self.runtime.calls
-            self._untile_head = tile_head(head, versions, self._drain_for_copy, lambda: calls.real)
+            calls = self.runtime.calls
+            self._untile_head = tile_head(
+                head, lambda: [unit.version for unit in units], self._drain_for_copy, lambda: calls.real_tokens
+            )
 
     def _give_back(self, layers: Sequence[StreamedLayer], groups: Sequence[ResidentGroup]) -> None:
         """Undoes an adoption that failed half-way."""
@@ -274,24 +280,27 @@ class Engine:
         return kinds == {id(parameter): (parameter.requires_grad, tuple(parameter.shape)) for parameter in model.parameters()}
 
     def _require_memory(self, layouts: list[FlatLayout], training: bool, fp32_sums: bool, freed_bytes: int) -> int:
-        parts = self._planned_bytes(layouts, training, fp32_sums)
-        parts["residuals"] *= self._holds_masters
+        """Returns the bytes of the store. Raises ``HostMemoryError`` if they don't fit."""
+        planned = self._planned_bytes(layouts, training, fp32_sums)
+        planned["residuals"] *= self._holds_masters
         remedy = BF16_REMEDY if fp32_sums else ""
         if training:
             remedy += settings_that_take_less(self.config, keeps_gradients=fp32_sums or self._rank_count > 1)
-        require_host_bytes(parts, self.config.host_memory_gib, freed=freed_bytes, remedy=remedy, ranks=self._rank_count)
-        return sum(parts.values())
+        require_host_bytes(planned, self.config.host_memory_gib, freed=freed_bytes, remedy=remedy, ranks=self._rank_count)
+        return sum(planned.values())
 
     def _planned_bytes(self, layouts: list[FlatLayout], training: bool = True, fp32_sums: bool = False) -> dict[str, int]:
-        passing = self._streamed_units if self.config.passes_gradients else 0
-        return planned_host_bytes(layouts, _MOMENTS[self.config.moments_dtype], training, fp32_sums, passing)
+        passing_units = self._streamed_units if self.config.passes_gradients else 0
+        return planned_host_bytes(layouts, _MOMENTS[self.config.moments_dtype], training, fp32_sums, passing_units)
 
     def _drain_for_copy(self) -> None:
+        """Called before a proxy is copied or pickled. A method of the engine, not of the runtime, so that proxies hold it."""
         self.runtime.drain()
 
     def _hook(self, model: nn.Module, discovery: Discovery) -> None:
-        suits = may_leave_padding_out(model, [name for name, _ in discovery.layers])
-        self._leaves_padding_out = suits and what_sees_a_batch(model) is None
+        """Registers the engine's hooks on the model's modules, and notes what :meth:`_refuse_replaced` checks."""
+        is_causal = may_leave_padding_out(model, [name for name, _ in discovery.layers])
+        self._leaves_padding_out = is_causal and what_sees_a_batch(model) is None
         leave_off = functools.partial(leave_checkpointing_off, modules_that_checkpoint(model))
         leave_off()
         for module in model.modules():
@@ -300,17 +309,18 @@ class Engine:
             # Whoever reads all weights at once must see all steps that were taken.
             self._handles.append(module.register_state_dict_pre_hook(ModelHook(self.runtime.drain)))
             self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(self.runtime.begin_loading)))
-        in_layers = {id(state.parameter) for at in (*self.runtime.layers, *self.runtime.experts) for state in at.unit.states}
+        streamed = [*self.runtime.layers, *self.runtime.experts]
+        in_layers = {id(state.parameter) for owner in streamed for state in owner.unit.states}
         outside = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in in_layers]
         layers = [(layer.name, layer.module) for layer in self.runtime.layers if layer.name]
-        for kind, registry, held in (("layer", "_modules", layers), ("parameter", "_parameters", outside)):
-            for name, adopted in held:
-                owner, _, key = name.rpartition(".")
-                self._places.setdefault(owner, []).append((registry, key, adopted, f"{kind} {name}"))
+        for kind, registry, named in (("layer", "_modules", layers), ("parameter", "_parameters", outside)):
+            for name, adopted in named:
+                owner_name, _, key = name.rpartition(".")
+                self._adopted.setdefault(owner_name, []).append((registry, key, adopted, f"{kind} {name}"))
         for module in caching_modules(model, [layer.module for layer in self.runtime.layers]):
             hook = ModelHook(decide_against_a_cache, with_arguments=True, runs_without_data=True)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        # With arguments, since a hook without any is called when the model is copied (ModelHook.__reduce__).
+        # With arguments: a hook without them is also called when the model is copied (ModelHook.__reduce__).
         after_forward = ModelHook(self._after_forward, with_arguments=True)
         for inner in model.modules():
             # A PeftModel's ``generate`` calls the inner model.
@@ -337,12 +347,12 @@ class Engine:
         return True
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Checks the model, and plans for the batch. A new engine takes over if parameters were unfrozen."""
+        """Checks the model and plans for the batch. If parameters were unfrozen a new engine takes over, and its hooks run."""
         self._refuse_replaced(model)
-        known = set(model._forward_pre_hooks)
+        hooks_before = set(model._forward_pre_hooks)
         if torch.is_grad_enabled() and self.adopt_unfrozen(model):
-            return run_pre_hooks(model, args, kwargs, known)
-        self._is_in_forward = True
+            return run_pre_hooks(model, args, kwargs, hooks_before)
+        self._is_in_whole_forward = True
         self._begin_forward(model, args, kwargs)
         if not torch.is_grad_enabled():
             return None
@@ -352,48 +362,51 @@ class Engine:
         if self.training and model.training:
             inputs = by_name(model, args, kwargs)
             if self._leaves_padding_out:
-                self.runtime.calls.real = real_tokens(inputs)
-            began, covered = time.perf_counter(), self.device_plan.made.planned
+                self.runtime.calls.real_tokens = real_tokens(inputs)
+            started = time.perf_counter()
+            planned_before = self.device_plan.current.planned
             self.device_plan.follow(model, inputs)
             if self.runtime.prefetcher.gathers:
                 self.runtime.passes.begin_together()
-            if self.device_plan.made.planned is not covered:  # otherwise ranks only waited for one another
-                self.runtime.meter.counters.plan_seconds += time.perf_counter() - began
-            self.runtime.offloader.make_places(self.runtime.units)  # of the units that the plan leaves on the host
+            if self.device_plan.current.planned is not planned_before:  # without a new plan ranks only waited for one another
+                self.runtime.meter.counters.plan_seconds += time.perf_counter() - started
+            self.runtime.offloader.allocate_gradients(self.runtime.units)  # now that the plan has told which live on the host
         self.runtime.batch_cut.begin((args, kwargs))  # after planning, which runs other batches
         return None
 
     def _before_forward_inside(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Treats a call of an inner model that generates, without gradients and by itself, like one of the whole model."""
-        if not self._is_in_forward and not torch.is_grad_enabled():
+        if not self._is_in_whole_forward and not torch.is_grad_enabled():
             self._begin_forward(model, args, kwargs)
 
     def _begin_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.runtime.worker.raise_if_failed()
-        self.runtime.end_forward()  # the last one, if an exception interrupted it
+        self.runtime.end_forward()  # for the case that an exception interrupted the last one
         self.runtime.passes.begin_forward()
         has_graph = torch.is_grad_enabled()
+        # This forward needs the memory of weights that are held for evaluations: other models', and for a graph its own, too.
         for engine in all_engines():
             if has_graph or engine is not self:
                 engine.device_plan.evaluation_weights.give_up()
         if not has_graph:
             inputs = by_name(model, args, kwargs)
-            if looks := self.runtime.looks_before(is_next_token(inputs)):
+            if checks := self.runtime.checks_before_forward(is_next_token(inputs)):
                 self.device_plan.make_room(model, inputs)
-            self.runtime.begin_forward(looks)
+            self.runtime.begin_forward(checks)
 
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         self.runtime.end_forward()
-        self._is_in_forward &= engine_of(model) is not self
+        is_whole_model = engine_of(model) is self  # and not an inner one that generates
+        self._is_in_whole_forward = self._is_in_whole_forward and not is_whole_model
 
     def _refuse_replaced(self, model: nn.Module) -> None:
         """Raises ``StateError`` if a layer, or a parameter outside the layers, was replaced or removed. Parameters inside
         layers are checked when the layer runs."""
-        for owner, held in self._places.items():
+        for owner_name, entries in self._adopted.items():
             module: nn.Module | None = None
             with contextlib.suppress(AttributeError):
-                module = model.get_submodule(owner)
-            for registry, key, adopted, name in held:
+                module = model.get_submodule(owner_name)
+            for registry, key, adopted, name in entries:
                 if module is None or getattr(module, registry).get(key) is not adopted:
                     raise StateError(
                         f"{name} was replaced or removed after the model was prepared; change the model (adapters, heads, "
@@ -414,16 +427,16 @@ class Engine:
 
     def host_bytes_by_kind(self) -> dict[str, int]:
         """Bytes in the host store now, by what they hold. Of units on the device only memory that ranks share counts."""
-        passing = self.runtime.offloader.passing
-        held = Counter(gradients=0 if passing is None else passing.size_bytes)
+        passing_buffers = self.runtime.offloader.passing_buffers
+        bytes_by_kind = Counter(gradients=0 if passing_buffers is None else passing_buffers.size_bytes)
         for unit in self.runtime.units:
             if not unit.is_on_device:
-                held.update(unit.bytes_by_kind())
+                bytes_by_kind.update(unit.bytes_by_kind())
             elif unit.shared is not None:
-                held.update(unit.shared.mapped)
+                bytes_by_kind.update(unit.shared.mapped)
         if self.runtime.activations.pool.size_bytes:
-            held["activations"] = self.runtime.activations.pool.size_bytes
-        return dict(held)
+            bytes_by_kind["activations"] = self.runtime.activations.pool.size_bytes
+        return dict(bytes_by_kind)
 
     def close(self) -> None:
         """Detaches the engine, if it isn't closed yet, and leaves a plain model with full-precision weights in host memory."""
@@ -434,10 +447,10 @@ class Engine:
             self.runtime.watch.settle()
         for driver in self.optimizer_drivers:
             driver.retire(ENGINE_CLOSED)
-        for part in self.runtime.parts:
+        for owner in self.runtime.unit_owners:
             # A parameter whose shape was changed raises, and stays as it is.
             with contextlib.suppress(StepWorkerError, StateError, UnsupportedError):
-                part.refresh_if_written()
+                owner.refresh_if_written()
         self._detach((*self.runtime.layers, *self.runtime.experts))
         self.device_plan.use_cudnn(True)
         self.runtime.close()

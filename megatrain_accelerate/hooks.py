@@ -1,4 +1,4 @@
-"""Hooks on the modules of a model: an engine's own and those of others. Also attributes that are replaced for a while."""
+"""Helpers for hooks on modules and tensors: an engine's hooks and those of others. Also attributes replaced for a while."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 class replaced:
-    """A context in which an attribute of ``owner`` has another value. A class, since a generator takes twice as long."""
+    """A context in which an attribute of ``owner`` has another value. ``contextmanager`` would take twice as long."""
 
     def __init__(self, owner: Any, name: str, value: Any) -> None:
         self._owner, self._name, self._value = owner, name, value
@@ -27,10 +27,10 @@ class replaced:
         setattr(self._owner, self._name, self._before)
 
 
-def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    """A function that calls a bound method, with the arguments ``first``, as long as its object and they live. For hooks on
-    tensors and autograd nodes, through which the garbage collector doesn't see."""
-    references = [weakref.WeakMethod(method), *map(weakref.ref, first)]
+def weakly(method: Callable[..., Any], *bound: Any) -> Callable[..., Any]:
+    """A function that calls a method with ``bound`` before its own arguments, or returns None once the method's object or one
+    of ``bound`` is gone. For hooks on tensors and autograd nodes, whose references the garbage collector doesn't see."""
+    references = [weakref.WeakMethod(method), *map(weakref.ref, bound)]
 
     def call(*args: Any) -> Any:
         alive = []
@@ -61,7 +61,7 @@ def has_hooks_inside(module: nn.Module) -> bool:
 
 
 def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of the model, by name. Empty if some have no name (``*args``)."""
+    """All arguments of a call of the model, by name. Empty, without ``kwargs`` too, if some have no name (``*args``)."""
     if not args:
         return kwargs
     parameters = inspect.signature(model.forward).parameters.values()
@@ -70,10 +70,10 @@ def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def run_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: set[int]) -> tuple[Any, Any]:
-    """Runs the forward pre-hooks of ``module`` that were registered after its call began: all whose ids aren't in ``known``.
-    Returns the arguments as the hooks leave them."""
-    for number, hook in [item for item in module._forward_pre_hooks.items() if item[0] not in known]:
-        if number in module._forward_pre_hooks_with_kwargs:
+    """Runs the forward pre-hooks that a new engine registered during the module's call, since torch doesn't: all whose keys
+    aren't ``known``. Returns the arguments as the hooks leave them."""
+    for key, hook in [item for item in module._forward_pre_hooks.items() if item[0] not in known]:
+        if key in module._forward_pre_hooks_with_kwargs:
             args, kwargs = hook(module, args, kwargs) or (args, kwargs)
         elif (result := hook(module, args)) is not None:
             args = result if isinstance(result, tuple) else (result,)
@@ -81,16 +81,16 @@ def run_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class ModelHook:
-    """A hook that calls a function of the engine, until :attr:`function` is None; ``with_arguments``, with those of the hook.
-    ``runs_without_data``: it is part of what the model computes, so fake runs call it, too. Copies of it do nothing."""
+    """A hook that calls a function of the engine unless :attr:`function` is None, ``with_arguments`` with those of the hook.
+    ``runs_without_data``: the plan's fake runs, on tensors without data, call it, too. Copies of the hook do nothing."""
 
     def __init__(
         self, function: Callable[..., Any] | None = None, with_arguments: bool = False, runs_without_data: bool = False
     ) -> None:
         self.function, self._with_arguments, self.runs_without_data = function, with_arguments, runs_without_data
 
-    # A graph break in a model that is compiled as a whole, as transformers does for ``generate`` with a static cache: a
-    # compiler can't trace slots, copies and versions.
+    # This breaks the graph of a model that is compiled as a whole, as transformers does for ``generate`` with a static cache:
+    # a compiler can't trace slots, copies and versions.
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.function is None:
@@ -98,7 +98,8 @@ class ModelHook:
         return self.function(*args, **kwargs) if self._with_arguments else self.function()
 
     def __reduce__(self) -> tuple[type[ModelHook], tuple[()]]:
+        """Calls the function if it takes no arguments: it may bring weights up to date, and who copies or pickles a model
+        comes here before the submodules' weights."""
         if not self._with_arguments:
-            # A module's hooks are copied before its children: this call brings the weights up to date first.
             self()
         return ModelHook, ()

@@ -55,7 +55,7 @@ def train_streamed(
     engine = attach(model, bf16=bf16, device=device, **settings)
     engine.runtime.prefetcher.gathers = gathers
     last_micro_batch = False
-    engine.runtime.offloader.gradients_complete = lambda: last_micro_batch
+    engine.runtime.offloader.is_last_backward = lambda: last_micro_batch
     adopt_optimizer(optimizer, engine.runtime, schedule)
     losses, norms = [], []
     for step in range(len(batches) // accumulation):

@@ -53,8 +53,8 @@ def planned_training(family: Family) -> Iterator[Engine]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        assert engine.device_plan.made.predicted_time is not None
-        assert engine.device_plan.made.predicted_bytes > 0
+        assert engine.device_plan.current.predicted_time is not None
+        assert engine.device_plan.current.predicted_bytes > 0
         assert all(loss == loss for loss in losses)
         yield engine
         engine.close()

@@ -101,9 +101,9 @@ def spoil_released_slots(prefetcher: Prefetcher) -> None:
 
     def release_and_spoil(slot: WeightSlot) -> None:
         release(slot)
-        if not slot.users and slot in prefetcher.slots:  # others are the home of what they hold
+        if not slot.user_count and slot in prefetcher.slots:  # others are the home of what they hold
             slot.buffer.fill_(0xFF)
-            slot.holder = None
+            slot.contents = None
 
     prefetcher.release = release_and_spoil  # type: ignore[method-assign]
 

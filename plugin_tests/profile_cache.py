@@ -56,7 +56,7 @@ def _value_key(value: Any) -> str:
 
 def _step_key(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> Hashable:
     """Equal for steps of equal step profiles."""
-    config, real = getattr(model, "config", None), runtime.calls.real
+    config, real = getattr(model, "config", None), runtime.calls.real_tokens
     return (
         tuple((name, _module_key(module)) for name, module in model.named_modules()),
         config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else repr(config),

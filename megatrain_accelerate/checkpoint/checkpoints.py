@@ -163,7 +163,7 @@ def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only
     entries = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters_of(optimizer)}
     for parameter, entry in entries.items():
         if (state := engine.runtime.state_of(parameter)) is not None and state.entry.spec.trainable:
-            entry.update(views_of(state, engine.runtime.part_of(state).unit.promised_moments(state)))
+            entry.update(views_of(state, engine.runtime.owner_of(state).unit.promised_moments(state)))
     return {"weights": weights, "optimizer": saved_bytes(entries, engine.config.host_memory_gib)}
 
 
@@ -302,7 +302,7 @@ def _write_shards(model: nn.Module, engine: Engine, folder: Path, max_shard_byte
         for name in names:
             tensor = tensors[name]
             if (state := engine.runtime.state_of(tensor)) is not None:
-                values[name] = engine.runtime.part_of(state).unit.read_master(state)
+                values[name] = engine.runtime.owner_of(state).unit.read_master(state)
             else:
                 kept = torch.float32 if tensor.is_floating_point() else tensor.dtype
                 values[name] = tensor.detach().to("cpu", kept, copy=True)

@@ -30,7 +30,7 @@ from megatrain_accelerate.config import usable_cpu_count
 from megatrain_accelerate.errors import HostMemoryError, KernelError, PatchError
 from megatrain_accelerate.integrations import import_hook
 from megatrain_accelerate.integrations.patches import PATCHES, TESTED_VERSIONS
-from megatrain_accelerate.integrations.wrapping import ensure_ready, installed_version
+from megatrain_accelerate.integrations.wrapping import installed_version, require_patches
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.parallel.shared_file import open_huge_file
 from megatrain_accelerate.plan import machine
@@ -119,7 +119,7 @@ def hooks() -> list[Finding]:
         for module in dict.fromkeys(patch.module for patch in patched):
             importlib.import_module(module)
         try:
-            ensure_ready()
+            require_patches()
             return [Finding("hooks", "ok", f"installed; all {len(patched)} patches of {', '.join(packages)} fit")]
         except PatchError as error:
             text, remedy = str(error), "install a tested version, see above"

@@ -52,7 +52,7 @@ class HostBuffers:
         """Returns the next buffer. Blocks until its last reader is done, and raises if that one failed."""
         buffer, before = self._turns[0]
         # WAR: the step or addition for which the buffer was taken last may still read it.
-        self._meter.wait_for_step("what read a host buffer", before)
+        self._meter.wait_for_step("last reader of a host gradient buffer", before)
         self._turns.popleft()
         self._turns.append((buffer, reader))
         return buffer
@@ -93,17 +93,17 @@ class Addition:
         """Returns the whole gradient after the last addition, and the norm of the part that this process steps."""
         total = self.state.gradient if self.earlier is None else self.earlier
         assert total is not None
-        residual = None if self.running is None else unit.of(self.state.entry, self.running.residual)
-        return total, sums.host_norm(unit.of(self.state.entry, total), residual)
+        residual = None if self.running is None else unit.own_elements(self.state.entry, self.running.residual)
+        return total, sums.host_norm(unit.own_elements(self.state.entry, total), residual)
 
 
 def not_stepped(layer: Stepped) -> StateError:
     """The error for a layer whose gradients no optimizer consumes: those of the next layers would overwrite them."""
     return StateError(
-        f"the gradients of layer {layer.name} can't be consumed in this backward: those of an earlier step weren't cleared "
-        "(call optimizer.zero_grad() after each step), another backward comes before the step (accumulation, several forwards "
-        "before one backward, a layer that is called twice), or no prepared Adam or AdamW has its parameters; for the latter "
-        "two set megatrain_config.host_gradients to 'kept' (2 bytes a parameter more)"
+        f"the gradients of layer {layer.name} can't be consumed in this backward. If those of an earlier step "
+        "weren't cleared, call optimizer.zero_grad() after each step. If another backward comes before the step "
+        "(accumulation, several forwards before one backward, a layer that is called twice), or no prepared Adam or AdamW has "
+        "its parameters, set megatrain_config.host_gradients to 'kept' (2 bytes a parameter more)"
     )
 
 
@@ -115,6 +115,7 @@ def refuse_unstepped(layers: Sequence[Stepped], parameters: Collection[int]) -> 
         if names and layer.unit.passes_gradients and not layer.unit.is_on_device:
             raise StateError(
                 f"{len(names)} gradients of layer {layer.name} (the first: {names[0]}) were set by the script, or consumed by "
-                "an earlier step and not cleared, and gradients that pass have no place from which step() could read them; "
-                "call zero_grad() after each step, or set megatrain_config.host_gradients to 'kept' (2 bytes a parameter more)"
+                "an earlier step and not cleared, and with host_gradients: passing, step() can't read gradients that no "
+                "backward has consumed since the last step; call zero_grad() after each step, or set "
+                "megatrain_config.host_gradients to 'kept' (2 bytes a parameter more)"
             )

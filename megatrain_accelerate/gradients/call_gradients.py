@@ -67,11 +67,11 @@ class GradientSums:
 class Backward:
     """One backward that is under way (a graph task of autograd), with its gradients that wait for others to be added."""
 
-    def __init__(self, offloader: GradientOffloader, fp32_sums: GradientSums) -> None:
+    def __init__(self, offloader: GradientOffloader, piece_sums: GradientSums) -> None:
         self.calls: list[Any] = []
         """The calls of layers, or pieces of calls, that this backward has reached (:class:`.GraphCall`)."""
         self._offloader = offloader
-        self._fp32_sums = fp32_sums
+        self._piece_sums = piece_sums
         self._sums: dict[Streamed, dict[int, torch.Tensor]] = {}
         """Gradients of layers that run several times in one forward, or whose calls may bring more."""
         self._pieces: dict[tuple[Tape, int], tuple[Streamed, LayerSums]] = {}
@@ -85,7 +85,7 @@ class Backward:
             return
         place = (call.tape, call.position)
         if place not in self._pieces:
-            self._pieces[place] = (call.layer, self._fp32_sums.begin(call.layer.unit.layout))
+            self._pieces[place] = (call.layer, self._piece_sums.begin(call.layer.unit.layout))
         sums = self._pieces[place][1]
         sums.add(found)
         sums.complete_pieces += is_complete

@@ -102,21 +102,22 @@ class Clipping:
         self.stepped = [stepped for stepped in self.stepped if stepped[2].is_still(stepped[0].parameter.grad)]
         return bool(self.stepped)
 
-    def settle_stepped(self, others_follow: bool) -> None:
+    def settle_stepped(self, more_gradients_follow: bool) -> None:
         """Does what :meth:`settle` does for gradients that were stepped and not dropped."""
         if self.has_stepped():
             for state, factor, _ in self.stepped:
-                self._sums.scale(state, factor, others_follow)
+                self._sums.scale(state, factor, more_gradients_follow)
             self.stepped.clear()
 
-    def settle(self, others_follow: bool) -> None:
-        """Scales clipped gradients in place, before somebody reads them or adds to them. No step may be in flight. With
-        ``others_follow`` bf16 ones become fp32 sums, if these are wanted. Without, what isn't a sum is rounded once more."""
+    def settle(self, more_gradients_follow: bool) -> None:
+        """Scales clipped gradients in place, before somebody reads them or adds to them. No step may be in flight. If
+        ``more_gradients_follow``, bf16 ones become fp32 sums where these are wanted. Otherwise what isn't a sum is rounded
+        once more."""
         self.refuse_written()
-        self.settle_stepped(others_follow)
+        self.settle_stepped(more_gradients_follow)
         for key, factor in self.factors.items():
             if (state := self._states[key]).parameter.grad is not None:
-                self._sums.scale(state, factor, others_follow)
+                self._sums.scale(state, factor, more_gradients_follow)
         self.factors.clear()
 
     def refuse_written(self) -> None:

@@ -94,14 +94,14 @@ class Fp32Sums:
         return RunningSum(residual, state.handle.has_fp32_sum, kernels)
 
     @torch.no_grad()
-    def scale(self, state: ParameterState, factor: float, others_follow: bool) -> None:
-        """Multiplies ``parameter.grad`` in place. With ``others_follow`` it becomes an fp32 sum, if it can be one. On the host
-        a sum is written without a new version."""
+    def scale(self, state: ParameterState, factor: float, more_gradients_follow: bool) -> None:
+        """Multiplies ``parameter.grad`` in place. If ``more_gradients_follow`` it becomes an fp32 sum, where it can be one. On
+        the host a sum is written without a new version."""
         assert state.parameter.grad is not None
-        if others_follow:
+        if more_gradients_follow:
             self.prepare()
         gradient = state.parameter.grad
-        running = self.running(state) if others_follow or state.handle.has_fp32_sum else None
+        running = self.running(state) if more_gradients_follow or state.handle.has_fp32_sum else None
         if state.share is not None and state.gradient is not None and gradient.data_ptr() == state.gradient.data_ptr():
             # Each rank scales what it steps of a gradient that all of them share.
             gradient = state.share.of(state.entry, gradient)

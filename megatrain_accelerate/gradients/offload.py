@@ -1,6 +1,8 @@
 """Offloads gradients to the host: device slots, one copy a layer, accumulation over micro-batches, norms. The norm of each
 gradient is taken while it is on the device, and copied with it, so that the global norm is known on the host when backward
-ends. If the whole model is on the device, norms are copied when backward ends, and waited for when they are read."""
+ends. If no layer streams, gradients stay on the device; then norms are copied when backward ends, and clipping or the step
+waits for them. With ``host_gradients: passing`` gradients of layers *pass*: they go through a few host buffers that they share
+(:mod:`.buffers`), and the layers are stepped in backward."""
 
 from __future__ import annotations
 
@@ -33,22 +35,24 @@ _STAGING_BUFFERS = 2
 
 class UnitStepper:
     """Base class of what steps a model's parameters (the runtime's ``steppers``), with what the runtime uses of it. By default
-    it steps within ``optimizer.step()``, on the host."""
+    a stepper steps within ``optimizer.step()``, on the host."""
 
     schedule = "serial"
-    """When the arithmetic runs: after ``step()`` (``deferred``), in ``backward``, or within ``step()`` (``serial``)."""
+    """When the arithmetic runs: ``serial`` within ``step()``, ``deferred`` after it, ``backward`` in backward."""
 
-    works_on_host = True
-    """Whether the states of all units must be on the host."""
+    needs_states_on_host = True
+    """Whether it steps on the host alone, so that no unit's states may live on the device."""
 
     def layer_done(self, layer: Streamed, wait: Callable[[], None]) -> bool:
-        """Called when a layer's gradients are in flight to the host, where ``wait`` awaits them. True if it is stepped now."""
+        """Called in backward when a layer's gradients are in flight to the host. ``wait`` blocks until they have arrived.
+        Returns whether the stepper steps the layer now. If not, ``optimizer.step()`` does."""
         return False
 
 
 class GradientOffloader:
-    """Owner of the gradient slots. Takes gradients from a backward to ``parameter.grad`` on the host. Those of ``layers``
-    (their layouts) and of ``parts`` of experts go through a slot as a whole. ``experts``: those of all experts of a layer."""
+    """Owner of the gradient slots. Takes gradients from a backward to ``parameter.grad`` on the host. ``layers``, ``experts``
+    and ``parts`` are layouts: of the layers, of each layer's experts if these stream in parts, and of the parts. Gradients of
+    a layer or a part go through a slot as a whole. ``passes``: whether gradients of layers pass."""
 
     def __init__(
         self,
@@ -66,16 +70,16 @@ class GradientOffloader:
         self.streams, self.worker, self.meter, self.norms, self.sums = meter.streams, worker, meter, norms, sums
         self.steppers: list[UnitStepper] = []
         # A buffer for gradients that pass holds those of a whole unit, since units are stepped whole in backward.
-        self._largest_unit = max(layout.gradient_bytes for layout in (*layers, *experts))
-        self._largest = max(layout.gradient_bytes for layout in (*layers, *parts))
-        self.slot_bytes, self.staging_bytes = GRADIENT_SLOTS * self._largest, _STAGING_BUFFERS * self._largest
+        self._most_unit_bytes = max(layout.gradient_bytes for layout in (*layers, *experts))
+        self._most_slot_bytes = max(layout.gradient_bytes for layout in (*layers, *parts))
+        self.slot_bytes, self.staging_bytes = GRADIENT_SLOTS * self._most_slot_bytes, _STAGING_BUFFERS * self._most_slot_bytes
         """Bytes of the slots, and of the host buffers where gradients wait to be added to earlier ones, allocated or not."""
         self._most_parameters = max(len(layout.trainable_entries) for layout in (*layers, *parts))
-        self._passes = passes and self._largest > 0
+        self._may_pass = passes and self._most_slot_bytes > 0
         self.exchange = None if shared is None else Exchange(shared, meter.streams, layers)
         """Makes the means of several ranks' gradients. None with one process."""
         self.slots: collections.deque[GradientSlot] = collections.deque()
-        """In the order in which they are written next."""
+        """The slots in the order in which they are written next. Empty unless a layer's gradients are offloaded."""
         self.takes_gradients = False
         """Whether the run trains."""
         self._staging: HostBuffers | None = None
@@ -84,48 +88,50 @@ class GradientOffloader:
         self.additions: dict[int, Future] = {}
         """The worker's last addition to each unit's gradients, by ``id`` of the unit."""
         self._in_flight: list[torch.Tensor] = []
-        self.gradients_complete: Callable[[], bool] = lambda: True
+        self.is_last_backward: Callable[[], bool] = lambda: True
         """Whether this backward is the last before a step (Accelerate's gradient state). Norms are needed only then."""
-        self.passing: HostBuffers | None = None
-        """Buffers for gradients that are consumed in backward. Allocated by the first :meth:`make_places`."""
+        self.passing_buffers: HostBuffers | None = None
+        """Host buffers for gradients that pass. Allocated by the first :meth:`allocate_gradients`."""
 
     @property
-    def passes(self) -> bool:
-        """Whether gradients of layers are consumed in backward, and have no host memory of their own."""
-        return self._passes and self.takes_gradients
+    def passes_gradients(self) -> bool:
+        """Whether gradients of layers pass: they are consumed in backward, and have no host memory of their own."""
+        return self._may_pass and self.takes_gradients
 
     @property
     def promised_bytes(self) -> int:
-        """Bytes of :attr:`passing` while it is needed and not yet allocated, see :meth:`HostUnit.promise`."""
-        return PASSING_BUFFERS * self._largest_unit if self.passes and self.passing is None and self.slots else 0
+        """Bytes of :attr:`passing_buffers` while they are needed and not yet allocated, see :meth:`HostUnit.promise`."""
+        is_needed = self.passes_gradients and self.passing_buffers is None and self.slots
+        return PASSING_BUFFERS * self._most_unit_bytes if is_needed else 0
 
-    def make_places(self, units: Iterable[HostUnit]) -> None:
+    def allocate_gradients(self, units: Iterable[HostUnit]) -> None:
         """Allocates missing host memory for the gradients of those of these units that live on the host."""
         for unit in units:
             unit.allocate("gradients")
         if self.promised_bytes:
-            self.passing = HostBuffers(PASSING_BUFFERS, self._largest_unit, self.meter)
+            self.passing_buffers = HostBuffers(PASSING_BUFFERS, self._most_unit_bytes, self.meter)
 
     def allocate_slots(self, needed: bool = True) -> None:
-        """Prepares for training. Slots are ``needed`` if any layer's gradients are offloaded. Otherwise they are freed."""
+        """Prepares for training. Slots are ``needed`` if any layer's gradients are offloaded. If not, they are freed."""
         self.takes_gradients = True
         if not needed:
             self.slots.clear()
-        elif not self.slots and self._largest:
-            self.slots.extend(GradientSlot(self._largest, self._most_parameters, self.streams) for _ in range(GRADIENT_SLOTS))
+        elif not self.slots and self._most_slot_bytes:
+            sizes = self._most_slot_bytes, self._most_parameters
+            self.slots.extend(GradientSlot(*sizes, self.streams) for _ in range(GRADIENT_SLOTS))
 
     def begin(
         self, layer: Streamed, found: Container[int] | None = None, parts: int = 1, is_last: bool = True
     ) -> UnitGradients | None:
-        """Returns what takes the gradients of one backward of a layer, or None if nothing is trained. ``found``: which of its
-        trainable parameters got one, by index (None: all). Raises a StateError if the model was prepared for evaluation only,
-        and an UnsupportedError for gradient hooks."""
+        """Returns what takes the gradients of one backward of a layer, or None if no parameter gets one. ``found``: which of
+        its trainable parameters got one, by index (None: all). ``parts``, ``is_last``: see :class:`UnitGradients`. Raises a
+        StateError if the model was prepared for evaluation only, and an UnsupportedError for gradient hooks."""
         # A parameter that was frozen since the forward takes no gradient.
-        every = [row for row, state in enumerate(layer.trainable) if state.parameter.requires_grad]
-        rows = [row for row in every if found is None or row in found]
+        trained = [row for row, state in enumerate(layer.trainable) if state.parameter.requires_grad]
+        rows = [row for row in trained if found is None or row in found]
         if self.exchange is not None:
             self.exchange.note_found((layer.trainable[row] for row in rows), among=layer.trainable)
-            rows = every  # zeros where only other ranks have a gradient
+            rows = trained  # another rank may have a gradient where this one has none, and contributes zeros
         if rows and not self.takes_gradients:
             raise StateError(
                 f"{layer.kind} {layer.name} got a gradient but the model was prepared for evaluation only; prepare it with "
@@ -134,7 +140,7 @@ class GradientOffloader:
         if not rows:
             return None
         if layer.unit.gradients is None:
-            self.make_places([layer.unit])  # no forward of the whole model has done so
+            self.allocate_gradients([layer.unit])  # the layer was called by itself: a forward of the model would have done so
         taken = UnitGradients(self, layer, rows, parts, is_last)
         for state in taken.states:
             if state.parameter._backward_hooks or state.parameter._post_accumulate_grad_hooks:
@@ -149,7 +155,8 @@ class GradientOffloader:
         return sum(slot.buffer.numel() for slot in self.slots)
 
     def offload(self, layer: Streamed, found: dict[int, torch.Tensor]) -> None:
-        """Brings gradients, by index among a layer's trainable parameters, to ``parameter.grad``."""
+        """Brings the gradients ``found``, by index among a layer's trainable parameters, to ``parameter.grad``. Where ranks
+        exchange gradients of a layer on the device, missing ones are added to ``found``, as zeros."""
         taken = self.begin(layer, found)
         if taken is None:
             return
@@ -166,27 +173,28 @@ class GradientOffloader:
                 self.exchange.wait_for_means()  # RAW: they are added to earlier ones
         for state, gradient in zip(taken.states, gradients, strict=True):
             self.sums.add(state, gradient)
-        if self.gradients_complete() and self.exchange is None:
+        if self.is_last_backward() and self.exchange is None:
             self.send_from_device(layer.name, taken.states)
 
     def fetch(self, group: Stepped, states: Iterable[ParameterState]) -> None:
         """Copies a group's gradients to the host that aren't there yet. Of a unit on the device it copies norms only."""
         for state in states:
             parameter = state.parameter
-            if state.row is None or parameter.grad is None or state.has_norm:
+            if state.row is None or parameter.grad is None or state.has_norm:  # the gradient was sent with its norm
                 continue
             # WAR: a step that isn't applied yet reads the last gradients.
             self.meter.wait_for_step(group.name, group.gate)
-            self.make_places([group.unit])
+            self.allocate_gradients([group.unit])
             copies = [] if state.gradient is None else [(state.gradient, parameter.grad)]
             residual = state.gradient_residual
             if copies and state.handle.has_fp32_sum and residual is not None and state.sum_residual is not None:
                 copies.append((residual, state.sum_residual))
-            copies = [(group.unit.of(state.entry, to), group.unit.of(state.entry, made)) for to, made in copies]
+            own, entry = group.unit.own_elements, state.entry
+            copies = [(own(entry, target), own(entry, source)) for target, source in copies]
             self.send_from_device(group.name, [state], copies)
 
     def send_from_device(self, name: str, states: list[ParameterState], copies: Copies = ()) -> None:
-        """Copies norms of gradients, which stay on the device, to the host, and makes the given ``copies`` besides."""
+        """Copies the norms of gradients on the device to the host, and makes ``copies`` of the gradients, if any are given."""
         if not states:
             return
         norms = torch.stack(self.sums.norms(states))
@@ -195,14 +203,14 @@ class GradientOffloader:
         ready_event = self.streams.event()
         ready_event.record(self.streams.compute_stream)
         self.send(name, ready_event, copies, self.norms.copies(states, norms))
-        # Kept alive: the allocator could hand out their memory while the copies run.
+        # The sources are kept alive: the allocator could hand out their memory while the copies run.
         self._in_flight += [norms, *(source for _, source in copies)]
         for state in states:
             assert state.parameter.grad is not None
             state.note_norm(state.parameter.grad)
 
     def send(self, name: str, ready_event: Any, copies: Copies, norms: Copies) -> Any:
-        """Issues copies of gradients and norms to the host, behind ``ready_event``. Returns an event that follows them."""
+        """Issues copies of gradients and norms to the host, behind ``ready_event``. Returns an event behind the copies."""
         d2h_stream = self.streams.d2h_stream
         with self.streams.on(d2h_stream), named_range(f"megatrain::copy_gradients ({name})"):
             # RAW: gradients and norms must be finished.
@@ -217,10 +225,10 @@ class GradientOffloader:
         return self.last_copied_event
 
     def prepare_accumulation(self) -> HostBuffers | None:
-        """Allocates fp32 sums and staging buffers once, returns the buffers. A HostMemoryError if the sums don't fit."""
+        """Allocates fp32 sums and staging buffers once, and returns the buffers. A HostMemoryError if the sums don't fit."""
         self.sums.prepare(0 if self._staging is not None else self.staging_bytes)
-        if self._staging is None and self._largest:
-            self._staging = HostBuffers(_STAGING_BUFFERS, self._largest, self.meter)
+        if self._staging is None and self._most_slot_bytes:
+            self._staging = HostBuffers(_STAGING_BUFFERS, self._most_slot_bytes, self.meter)
         return self._staging
 
     def wait(self) -> None:
@@ -232,36 +240,37 @@ class GradientOffloader:
         self.additions.clear()
 
     def close(self) -> None:
-        for buffers in (self._staging, self.passing):
+        for buffers in (self._staging, self.passing_buffers):
             if buffers is not None:
                 buffers.close()
 
 
 class UnitGradients:
-    """Takes the gradients of one backward of a layer, or of its experts part by part, to the host. A parameter of experts has
-    one gradient, of which each part brings a range. Whether they are added to earlier ones is decided before the first part,
-    and ``parameter.grad`` shows them after the last. A part's ranges aren't adjacent on the host: each parameter is one copy.
-    ``rows``: indices of the layer's trainable parameters that get a gradient. ``is_last``: no backward of an earlier piece of
-    the same call follows."""
+    """Takes the gradients of one backward of a layer, or of its experts part by part (``parts``: how many), to the host. A
+    parameter of experts has one gradient, of which each part brings a range. Whether it is added to an earlier gradient is
+    decided before the first part, and ``parameter.grad`` shows it after the last. A part's ranges aren't adjacent on the host:
+    each parameter is one copy. ``rows``: indices of the layer's trainable parameters that get a gradient. ``is_last``: no
+    other backward of the layer's call follows. Experts have one for each piece of the batch, and each time they are called."""
 
     def __init__(self, offloader: GradientOffloader, layer: Streamed, rows: list[int], parts: int, is_last: bool) -> None:
         self.rows, self._offloader, self._layer, self._is_last = rows, offloader, layer, is_last
         self.states = [layer.trainable[row] for row in rows]
-        # With nothing to add to they are copied straight to the unit's gradients, with norms. So are those that pass.
+        # Fresh gradients, which all trained parameters get and none has yet, are copied straight to the unit's, with norms.
         is_fresh = len(rows) == len(layer.trainable) and not [s for s in layer.trainable if s.parameter.grad is not None]
-        self._is_fresh = is_fresh or offloader.passes
-        self._left = parts
+        self._is_fresh = is_fresh or offloader.passes_gradients
+        self._parts_left = parts
         self._target: torch.Tensor | None = None
-        self._norms: torch.Tensor | None = None
+        """The unit's host memory for fresh gradients. None before the first part is copied there."""
+        self._norms_so_far: torch.Tensor | None = None
         self._additions: list[Addition] = []
 
     def take(self, part: Fetched, gradients: Sequence[torch.Tensor | None] | None) -> None:
-        """Takes the gradients of the layer, or of a part of its experts: one for each row, None if it has none. ``gradients``
-        is None for a part without tokens, where plain PyTorch has zeros."""
+        """Takes the gradients of the layer, or of a part of its experts: one for each row, None for a row without one.
+        ``gradients`` is None for a part without tokens, where plain PyTorch has zeros."""
         offloader, layout = self._offloader, part.unit.layout
-        self._left -= 1
+        self._parts_left -= 1
         if gradients is None and not self._is_fresh and offloader.exchange is None:
-            self._show(self._add_on_host(part, None))  # one process has no other's gradients to add: zeros needn't be copied
+            self._show(self._add_on_host(part, None))  # no other rank has gradients to add: zeros needn't be copied
             return
         # WAR: a step that isn't applied yet reads the last gradients.
         offloader.meter.wait_for_step(part.name, part.gate)
@@ -287,96 +296,98 @@ class UnitGradients:
                 d2h_stream.wait_event(slot.grads_ready_event)
                 exchange.mean_of_share(slot.buffer, whole, part.unit.gradient_runs, part.name)
                 entries = zip(whole.trainable_entries, views, strict=True)
-                self._take_norms(slot, [part.unit.of_slot(entry, view) for entry, view in entries])
-        self._show(self._copy_to_place(part, slot) if self._is_fresh else self._add_on_host(part, slot))
+                self._take_norms(slot, [part.unit.own_elements_in_slot(entry, view) for entry, view in entries])
+        self._show(self._copy_to_unit(part, slot) if self._is_fresh else self._add_on_host(part, slot))
 
     def _take_norms(self, slot: GradientSlot, gradients: Sequence[torch.Tensor]) -> None:
-        """Writes the norms of these gradients and of the parts before to the slot, unless they are added to earlier ones."""
+        """Writes the norms of fresh gradients to the slot: as a part brings a range, those of all ranges so far."""
         if not self._is_fresh:
             return
         norms = slot.norms[: len(gradients)]
         torch.stack(gradient_norms(gradients), out=norms)
-        if self._norms is not None:
-            torch.hypot(self._norms, norms, out=norms)
-        if self._left:
-            self._norms = norms.clone()
+        if self._norms_so_far is not None:
+            torch.hypot(self._norms_so_far, norms, out=norms)  # squares of the ranges' norms add up
+        if self._parts_left:
+            self._norms_so_far = norms.clone()
 
     def _show(self, wait: Callable[[], None]) -> None:
         """After the last part: sets ``parameter.grad`` to the host's view, and lets steps in backward begin. ``wait`` blocks
-        until all has arrived. Raises a StateError if gradients pass and nothing steps them."""
-        if self._left:
+        until all gradients have arrived. Raises a StateError if gradients pass and no stepper steps the layer."""
+        if self._parts_left:
             return
         offloader = self._offloader
-        # Fresh gradients come with norms. Those of sums are taken in the last backward before a step.
-        has_norms = self._is_fresh or (self._is_last and offloader.gradients_complete())
+        # Fresh gradients come with norms. The norms of sums are taken in the last backward before a step.
+        has_norms = self._is_fresh or (self._is_last and offloader.is_last_backward())
         for state in self.states:
             gradient = state.parameter.grad
             if gradient is None:
-                # One that passes is shown as not-a-number, in the memory of one element.
-                spec, own = state.entry.spec, state.gradient
-                gradient = torch.full((), torch.nan, dtype=spec.dtype).expand(spec.shape) if own is None else own
+                # A gradient that passes is shown as not-a-number, in the memory of one element.
+                spec, on_host = state.entry.spec, state.gradient
+                gradient = torch.full((), torch.nan, dtype=spec.dtype).expand(spec.shape) if on_host is None else on_host
                 state.handle.set_gradient(gradient)
             if has_norms:
                 state.note_norm(gradient)
                 if offloader.exchange is not None:
-                    offloader.exchange.in_parts.add(state.row)
+                    offloader.exchange.rows_of_shares.add(state.row)
             else:
                 state.normed = None
         if self._is_last:
             stepped = [stepper.layer_done(self._layer, wait) for stepper in offloader.steppers]
-            if offloader.passes and not any(stepped):
+            if offloader.passes_gradients and not any(stepped):
                 raise not_stepped(self._layer)
 
-    def _copy_to_place(self, part: Fetched, slot: GradientSlot) -> Any:
-        """Issues the copy from the slot to the unit's gradients. Returns what blocks until they have arrived."""
+    def _copy_to_unit(self, part: Fetched, slot: GradientSlot) -> Any:
+        """Issues the copy from the slot to the unit's gradients. Returns a function that blocks until they have arrived."""
         offloader, unit = self._offloader, self._layer.unit
         if self._target is None:
-            if offloader.passing is not None:
+            if offloader.passing_buffers is not None:
                 if any(state.parameter.grad is not None for state in unit.states):
                     raise not_stepped(self._layer)
-                unit.gradients = offloader.passing.take(self._layer.gate)
+                unit.gradients = offloader.passing_buffers.take(self._layer.gate)
             if (future := offloader.additions.pop(id(unit), None)) is not None:
                 future.wait()  # WAW: an addition to dropped gradients may be queued
             assert unit.gradients is not None
             self._target = unit.gradients
-        own = part.unit.own_gradients
-        copies = [(self._target[run.in_unit], slot.bytes_of(run.in_slot.start, run.in_slot.stop)) for run in own]
+        runs = part.unit.own_gradients
+        copies = [(self._target[run.in_unit], slot.bytes_of(run.in_slot.start, run.in_slot.stop)) for run in runs]
         trainable = self._layer.trainable
-        of_norms = [] if self._left else offloader.norms.copies(trainable, slot.norms[: len(trainable)])
-        slot.grads_copied_event = offloader.send(part.name, slot.grads_ready_event, copies, of_norms)
+        norm_copies = [] if self._parts_left else offloader.norms.copies(trainable, slot.norms[: len(trainable)])
+        slot.grads_copied_event = offloader.send(part.name, slot.grads_ready_event, copies, norm_copies)
         return slot.grads_copied_event.synchronize
 
     def _add_on_host(self, part: Fetched, slot: GradientSlot | None) -> Callable[[], None]:
-        """Queues the addition of the slot's gradients (without a slot: zeros). Returns what blocks until it is done."""
+        """Queues the addition of the slot's gradients (without a slot: zeros). Returns a function that waits for it."""
         offloader, unit = self._offloader, self._layer.unit
         buffers = offloader.prepare_accumulation()  # allocates the fp32 sums, too
+        staging_free = UpdateGate()
         # RAW, WAW: gradients of an earlier backward may still be in flight to where zeros are added.
-        reader, copied_event = UpdateGate(), offloader.last_copied_event
+        copied_event = offloader.last_copied_event
         views: Sequence[torch.Tensor | None] = [None] * len(self._layer.trainable)
         if slot is not None:
             assert buffers is not None
-            staging = buffers.take(reader)
-            places = [run.in_slot for run in part.unit.own_gradients]
-            copies = [(staging[place], slot.bytes_of(place.start, place.stop)) for place in places]
+            staging = buffers.take(staging_free)
+            ranges = [run.in_slot for run in part.unit.own_gradients]
+            copies = [(staging[at], slot.bytes_of(at.start, at.stop)) for at in ranges]
             slot.grads_copied_event = copied_event = offloader.send(part.name, slot.grads_ready_event, copies, ())
-            received = zip(unit.layout.trainable_entries, part.unit.layout.views(staging, trainable_only=True), strict=True)
-            views = [part.unit.of_slot(entry, view) for entry, view in received]
+            staged = zip(unit.layout.trainable_entries, part.unit.layout.views(staging, trainable_only=True), strict=True)
+            views = [part.unit.own_elements_in_slot(entry, view) for entry, view in staged]
         if not self._additions:
             self._additions = [Addition(s, s.parameter.grad, offloader.sums.running(s)) for s in self.states]
-        for addition in () if self._left else self._additions:
+        completed: Sequence[Addition] = () if self._parts_left else self._additions
+        for addition in completed:
             if addition.running is not None:
-                addition.state.handle.note_fp32_sum()  # ``parameter.grad`` is its bf16 half
-        takes_norms = not self._left and self._is_last and offloader.gradients_complete()
+                addition.state.handle.note_fp32_sum()  # ``parameter.grad`` is the sum's bf16 half
+        takes_norms = not self._parts_left and self._is_last and offloader.is_last_backward()
 
         def add() -> None:
             copied_event.synchronize()
             for addition, row in zip(self._additions, self.rows, strict=True):
-                addition.add(views[row], offloader.sums, part.unit.of)
+                addition.add(views[row], offloader.sums, part.unit.own_elements)
                 if takes_norms:
                     total, offloader.norms.norms[addition.state.row] = addition.total_and_norm(offloader.sums, unit)
-                    addition.state.note_norm(total)
+                    addition.state.note_norm(total)  # again: the addition may have moved its version
 
         future = offloader.worker.submit(f"accumulate ({part.name})", add)
-        reader.close_until(future)
+        staging_free.close_until(future)
         offloader.additions[id(unit)] = future
         return future.wait

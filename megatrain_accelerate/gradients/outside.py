@@ -80,7 +80,7 @@ class OutsideGradients:
         gradient = arrived[0]
         if gradient is None or gradient.requires_grad:  # with ``create_graph`` autograd keeps it
             return None
-        if self._offloader.exchange is not None or self._offloader.passes:
+        if self._offloader.exchange is not None or self._offloader.passes_gradients:
             kept = "megatrain_config.host_gradients to 'kept' (2 bytes a parameter more)"
             raise StateError(
                 f"{unit.name}.{state.name} got a gradient from outside its layer (a penalty on the weights), which can't be "

@@ -118,7 +118,7 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
         elif not evaluation_mode and (engine.config, engine.bf16) != (config, bf16):
             changed = "the model was prepared with other settings, or another mixed precision"
         if changed is not None:
-            logger.warning("megatrain: %s; adopting it anew", changed)
+            logger.warning("megatrain: %s; preparing it again", changed)
             left_behind = engine.optimizers
             engine.close()
             engine = None
@@ -147,7 +147,7 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
             engine.device_plan.budget.reserved_share = float(arguments.vllm_gpu_memory_utilization)
         # The engine must not hold the Accelerator, which holds the model: both would live for ever.
         gradient_state = accelerator.gradient_state
-        engine.runtime.offloader.gradients_complete = lambda: bool(gradient_state.sync_gradients)
+        engine.runtime.offloader.is_last_backward = lambda: bool(gradient_state.sync_gradients)
         engine.prepare_anew = functools.partial(_attach_unfrozen, weakref.ref(accelerator))
         if (ranks := engine.runtime.ranks) is not None:  # WAR: another rank may still read the old weights
             accelerator.register_load_state_pre_hook(lambda *_: ranks.meet("accelerator.load_state()"))
@@ -191,7 +191,7 @@ def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
     for driver in engine.optimizer_drivers:
         if isinstance(driver, FusedStep) and driver.optimizer in in_backward and not driver.steps_in_backward:
             # As when a training begins: the first backward shows which layers' weights get gradients from outside them, too.
-            driver.schedule, driver.then = "deferred", "backward"
+            driver.schedule, driver.next_schedule = "deferred", "backward"
     engine.expect_accumulation(before.device_plan.micro_batches)
     engine.device_plan.expect_steps(*before.device_plan.expected)
     engine.runtime.meter.counters = before.runtime.meter.counters
@@ -294,13 +294,13 @@ def begin_training(engine: Engine, *, steps_in_backward: bool) -> None:
         if engine.config.step_schedule == "auto" and not engine.config.passes_gradients:
             # The first backward shows which layers' weights get gradients from outside them, too.
             may = steps_in_backward and engine.runtime.ranks is None
-            driver.schedule, driver.then = "deferred", "backward" if may else None
+            driver.schedule, driver.next_schedule = "deferred", "backward" if may else None
         if stepped := driver.forget_backward():
             logger.warning(
                 "megatrain: the training before this one broke off in or after a backward in which %d parameters were stepped "
                 "already (step_schedule 'backward', which 'auto' is where max_grad_norm is 0), and its optimizer.step() never "
-                "came; this training goes on from there. resume_from_checkpoint goes on from a whole step instead, and with "
-                "megatrain_config.step_schedule 'deferred' no such step is half taken",
+                "came; this training goes on from there. resume_from_checkpoint goes on from a whole step instead; set "
+                "megatrain_config.step_schedule to 'deferred' so that a failed backward leaves all weights unstepped",
                 stepped,
             )
 
@@ -352,7 +352,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if halves := sum(state.residual is not None for state in _stepped(optimizer)):
         raise UnsupportedError(
             f"this {type(optimizer).__name__} wasn't given to accelerator.prepare() and holds {halves} parameters of a "
-            "prepared model, whose fp32 masters lie elsewhere: it would round its updates away. Prepare it with the model"
+            "prepared model, whose fp32 masters are in megatrain's host store: it would round its updates away. Prepare it "
+            "with the model"
         )
 
 

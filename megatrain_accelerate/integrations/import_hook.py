@@ -67,10 +67,10 @@ def is_installed() -> bool:
 def _apply_patches(module: ModuleType) -> None:
     """Applies a module's patches. Raises ``PatchError`` if the plugin is active and a patch can't be applied."""
     # Imported here, since processes that only import torch don't need it.
-    from megatrain_accelerate.integrations.wrapping import apply, ensure_ready
+    from megatrain_accelerate.integrations.wrapping import apply, require_patches
 
     for patch in PATCHES:
         if patch.module == module.__name__:
             apply(patch, module)
     if active_config() is not None:
-        ensure_ready()
+        require_patches()

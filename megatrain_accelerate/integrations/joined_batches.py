@@ -176,7 +176,7 @@ class Joiner:
             raise CannotJoinError("the loss isn't transformers' own sum over tokens divided by num_items_in_batch")
         if not self._is_asked_for:
             if together is None:
-                raise CannotJoinError("all of them at once are predicted to take more GPU memory than is planned with")
+                raise CannotJoinError("all of them at once are predicted to take more GPU memory than the plan may use")
             if elements > self._decision["joined_elements"]:
                 apart = plan.search_for(plan.foresee(model, _model_inputs(trainer, self._micro_batches[0], num_items))).best()
                 if apart is not None and not together.is_worth_it(apart):

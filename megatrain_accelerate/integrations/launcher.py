@@ -16,7 +16,7 @@ from megatrain_accelerate.activation import ENV_ACTIVE, ENV_CONFIG, read_setting
 from megatrain_accelerate.config import MegatrainConfig, nearest, require_mapping, usable_cpu_count
 from megatrain_accelerate.errors import ConfigError, MegatrainError, UnsupportedError
 from megatrain_accelerate.integrations.training_arguments import CONFIG_HELP, FLAG_HELP, require_precision
-from megatrain_accelerate.integrations.wrapping import ensure_ready
+from megatrain_accelerate.integrations.wrapping import require_patches
 
 TYPE = "MEGATRAIN"
 SECTION = "megatrain_config"
@@ -117,7 +117,7 @@ def _prepare_launch(arguments: Any) -> None:
     flag_settings = getattr(arguments, SECTION, None)
     if section is None and not arguments.megatrain and flag_settings is None:
         return
-    ensure_ready()
+    require_patches()
     config = MegatrainConfig.from_mapping(getattr(section, "settings", None), read_settings(flag_settings))
     _refuse_unsupported(arguments, written, file)
     sys.excepthook = _report

@@ -181,9 +181,9 @@ class Telemetry:
                 values["tokens_per_second"] = tokens / seconds
                 values["tflops"] = 6e-12 * self._active_parameters * tokens / seconds
         plan = self.engine.device_plan
-        if (predicted := plan.made.predicted_time) is not None:
+        if (predicted := plan.current.predicted_time) is not None:
             values["predicted_step_ms"] = 1e3 * predicted.seconds
-        placement = plan.made.placement
+        placement = plan.current.placement
         if placement != self._logged_placement:  # once for each plan is enough
             self._logged_placement = placement
             values |= {f"host_{kind}_gib": count / GIB for kind, count in self.engine.host_bytes_by_kind().items()}

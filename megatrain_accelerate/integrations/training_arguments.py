@@ -9,7 +9,7 @@ from typing import Any
 
 from megatrain_accelerate.activation import activate, read_settings
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
-from megatrain_accelerate.integrations.wrapping import ensure_ready, is_active
+from megatrain_accelerate.integrations.wrapping import is_active, require_patches
 
 FLAG_HELP = "Train with megatrain_accelerate: weights and optimizer states live in host memory and stream through one GPU."
 CONFIG_HELP = "Settings of megatrain_accelerate: a JSON object, or the path of a yaml file with the keys of megatrain_config."
@@ -18,7 +18,7 @@ FIELDS = {
     # In this order: HfArgumentParser takes the second member of a union as the type of the argument.
     "megatrain_config": (dict | str | None, dataclasses.field(default=None, compare=False, metadata={"help": CONFIG_HELP})),
 }
-"""Fields for ``TrainingArguments``."""
+"""Fields for ``TrainingArguments``. Its ``__eq__`` exists already and ignores them, as ``compare=False`` has subclasses do."""
 
 _FP16 = "fp16 needs loss scaling, which the fused step doesn't do, and weights are kept as bf16 halves of fp32 masters"
 _REFUSED = {
@@ -45,7 +45,8 @@ def require_precision(precision: str) -> None:
 
 
 def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
-    """Activates the plugin if the arguments ask for it, and checks the other arguments if it is active."""
+    """Runs instead of ``__post_init__``, and calls it. Activates the plugin if ``megatrain`` is on, or ``megatrain_config`` is
+    given while the plugin is on in this process. Checks the other arguments if it is on for these."""
     given = getattr(arguments, "megatrain_config", None)
     asks = bool(getattr(arguments, "megatrain", False))
     if given is not None and not asks and not is_active():
@@ -53,15 +54,15 @@ def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwarg
     if asks or given is not None:
         settings = read_settings(given)
         if isinstance(given, str) and given.lstrip().startswith("{"):
-            arguments.megatrain_config = dict(settings)
-        ensure_ready()
+            arguments.megatrain_config = dict(settings)  # as transformers does for its own fields
+        require_patches()
         activate(arguments=settings)
     active = is_active(arguments)
     if active:
         _refuse_unsupported(arguments)
     original(arguments, *args, **kwargs)
     if active:
-        _ = arguments.n_gpu  # sets the private attribute before somebody reads it
+        _ = arguments.n_gpu  # has trainer.n_gpu() set ``_n_gpu``, which code may read itself
 
 
 def _refuse_unsupported(arguments: Any) -> None:
@@ -99,4 +100,5 @@ def _refuse_unsupported(arguments: Any) -> None:
 
 
 def to_dict(original: Callable[..., dict[str, Any]], arguments: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Runs instead of ``to_dict``: leaves out the plugin's fields that aren't set."""
     return {name: value for name, value in original(arguments, *args, **kwargs).items() if value or name not in FIELDS}

@@ -56,7 +56,7 @@ _ARGUMENTS_OF: dict[str, Callable[[Any], Any]] = {
 """How to find the training arguments that decide for a call, by class. For other classes the process's switch decides."""
 
 
-def ensure_ready() -> None:
+def require_patches() -> None:
     """Raises the :class:`PatchError` of the first patch that couldn't be applied."""
     for failure in _failures.values():
         raise failure
@@ -66,7 +66,7 @@ def is_active(arguments: Any = None) -> bool:
     """:func:`.activation.is_on_for`, but raises ``PatchError`` if it is on and a patch couldn't be applied."""
     if not is_on_for(arguments):
         return False
-    ensure_ready()
+    require_patches()
     return True
 
 

@@ -4,16 +4,18 @@ The **split master** is a pair (bf16 weight, int16 residual) that replaces an fp
 exactly (``csrc/split_master.h``).
 
 **What is bit-equal to torch.** Weights, ``exp_avg`` and ``exp_avg_sq`` equal those of ``torch.optim.AdamW`` and
-``torch.optim.Adam`` with ``foreach=False, fused=False`` on fp32 CPU tensors, up to one operation: the square root. Measured
-with torch 2.13 on x86-64, whose AVX2 and AVX-512 kernels agree bit for bit, in vectors and tails: ``lerp_``, ``addcmul_`` and
-``add(alpha=)`` use one fused multiply-add each, ``addcdiv_`` and ``div`` none. Division by a scalar is a true division.
-Scalars are computed in double and rounded to float once. ``sqrt`` is MKL's, which is 1 ulp off for some arguments (1 to 20%
-were seen, by the processor). Here it is the correctly rounded one of IEEE 754, as in torch's own ``fused=True`` kernel. With
-such a ``Tensor.sqrt`` all three are equal. With MKL's the moments are equal under AdamW (under Adam's L2 penalty they depend
-on the weight), and the weights whose square roots were off differ by about an ulp.
+``torch.optim.Adam`` with ``foreach=False, fused=False`` on fp32 CPU tensors, up to one operation: the square root. This was
+measured with torch 2.13 on x86-64, whose AVX2 and AVX-512 kernels agree bit for bit, in vectors and tails: ``lerp_``,
+``addcmul_`` and ``add(alpha=)`` use one fused multiply-add each, ``addcdiv_`` and ``div`` none. Division by a scalar is a true
+division. Scalars are computed in double and rounded to float once.
 
-With ``ATEN_CPU_CAPABILITY=default`` (no FMA) torch differs from its own AVX2 results, and so from these. Results don't depend
-on the number of threads, on chunk boundaries or on the instruction set.
+torch's ``sqrt`` is MKL's, which is 1 ulp off for some arguments (for 1 to 20%, depending on the processor). The kernels here
+round square roots correctly (IEEE 754), as torch's own ``fused=True`` kernel does. With a ``Tensor.sqrt`` that does so, too,
+weights and both moments are equal. With MKL's, moments are equal under AdamW, but not under Adam's L2 penalty, which adds
+weights to gradients, and a weight whose square root was off differs by about an ulp.
+
+With ``ATEN_CPU_CAPABILITY=default`` (no FMA) torch's results differ from its own with AVX2, and so from the kernels' results,
+which don't depend on the number of threads, on chunk boundaries or on the instruction set.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _REBUILD = "build it with `pip install --force-reinstall --no-deps .` in a check
 
 
 class AdamConstants(ctypes.Structure):
-    """Mirror of ``AdamConstants`` in ``csrc/adamw.h``. ctypes rounds each double to float."""
+    """The constants of one step as C++ takes them: the fields of ``AdamConstants`` in ``csrc/adamw.h``, in the same order.
+    ctypes rounds each double to float."""
 
     _names = "gradient_factor decay l2 one_minus_beta1 beta2 one_minus_beta2 correction2_sqrt eps negative_step_size"
     _fields_ = tuple((name, ctypes.c_float) for name in _names.split())
@@ -50,7 +53,7 @@ class AdamConstants(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True)
 class AdamArguments:
-    """The constants of one optimizer step. A ``ConfigError`` for one outside the range that ``torch.optim.AdamW`` accepts."""
+    """The constants of one optimizer step. Raises a ``ConfigError`` for one that ``torch.optim.AdamW`` wouldn't accept."""
 
     lr: float
     beta1: float
@@ -60,7 +63,7 @@ class AdamArguments:
     step: int
     """Counted from 1: the exponent of the bias correction."""
     clip_factor: float = 1.0
-    """Factor of the gradient, multiplied in fp32 before all else, as ``clip_grad_norm_`` does."""
+    """Multiplies the gradient, in fp32 and before the gradient is used, as if ``clip_grad_norm_`` had scaled it."""
     decoupled: bool = True
     """True: AdamW, ``weight *= 1 - lr * weight_decay``. False: Adam, ``grad += weight_decay * weight``."""
     maximize: bool = False
@@ -76,12 +79,12 @@ class AdamArguments:
 
     @property
     def rounding_seed(self) -> int:
-        """Seed of the stochastic rounding of bf16 and 8-bit moments: 32 bits, another number at each step."""
+        """Seed of the stochastic rounding of bf16 and 8-bit moments: 32 bits that differ from step to step."""
         return (self.step * 0x9E3779B9 + 0x7F4A7C15) & 0xFFFFFFFF
 
     @functools.cached_property
     def constants(self) -> AdamConstants:
-        """The scalars of the loop, computed in double in the order of ``torch/optim/adam.py``, then rounded once."""
+        """The scalars of the kernels' loop, computed in double in the order of ``torch/optim/adam.py``, then rounded once."""
         return AdamConstants(
             gradient_factor=-self.clip_factor if self.maximize else self.clip_factor,
             decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
@@ -96,24 +99,24 @@ class AdamArguments:
 
 
 class ParameterStep(NamedTuple):
-    """The AdamW step of N adjacent elements, the length of all tensors (scales of 8-bit moments aside)."""
+    """The AdamW or Adam step of N adjacent elements. All tensors have N elements, but for the scales of 8-bit moments."""
 
     weight: torch.Tensor
-    """bfloat16 with a ``residual``, else float32."""
+    """bfloat16 if there is a ``residual``, else float32."""
     residual: torch.Tensor | None
-    """int16, the rest of the fp32 master join(weight, residual)."""
+    """int16, the low half of the fp32 master join(weight, residual)."""
     moments: Moments
     grad: torch.Tensor
     """In the weight's dtype."""
     arguments: AdamArguments
     grad_residual: torch.Tensor | None = None
-    """int16 where the gradient is the fp32 sum join(grad, grad_residual)."""
+    """int16, if the gradient is the fp32 sum join(grad, grad_residual)."""
     first_element: int = 0
-    """Index in its unit, for the rounding of moments that aren't fp32. With 8-bit ones it begins a block."""
+    """Index of the first element in its unit, for the stochastic rounding. With 8-bit moments a block begins there."""
 
 
 def default_thread_count(cpus: int | None = None) -> int:
-    """Number of CPUs that this process may use (or ``cpus``). If more than four, two less, for launcher and copies."""
+    """Number of CPUs that this process may use (or ``cpus``), less two for launching and copies if it is more than four."""
     cpus = usable_cpu_count() if cpus is None else cpus
     return cpus - 2 if cpus > 4 else max(1, cpus)
 
@@ -121,23 +124,24 @@ def default_thread_count(cpus: int | None = None) -> int:
 class HostKernels:
     """The compiled kernels and the threads that run them.
 
-    All tensors are contiguous, on the CPU, of any shape. Those of one call have the same number of elements N, from 0 to
+    All tensors are contiguous, on the CPU, of any shape. The tensors of one call have the same number of elements N, from 0 to
     beyond 2**32, and don't overlap. Each call returns when the work is done. Meanwhile the GIL is free. Calls from several
     threads are served one after the other. After a fork the child computes alone, on its calling thread. Autograd doesn't see
     the writes: no version counter moves.
 
     ``threads``: how many work on a call, the caller included, by default :func:`default_thread_count`. ``instruction_set``: a
-    name in :data:`INSTRUCTION_SETS`, for tests, by default the best that the machine has. Raises a ``KernelError`` if the
+    name in :data:`INSTRUCTION_SETS`, for tests, by default the best that torch uses here. Raises a ``KernelError`` if the
     library is missing, stale or can't be loaded, the machine lacks the instruction set, or the threads can't be started.
-    Methods raise one for a tensor of the wrong dtype, device, layout or length, and after :meth:`close`.
+    Methods raise a ``KernelError`` for a tensor of the wrong dtype, device, layout or length, and after :meth:`close`.
     """
 
     def __init__(self, threads: int | None = None, instruction_set: str | None = None) -> None:
         self.threads = default_thread_count() if threads is None else threads
         self._library = _library(LIBRARY_PATH)
-        # torch looks for just what is needed: FMA with AVX2, BW, DQ and VL of AVX-512. ATEN_CPU_CAPABILITY lowers it.
-        found = torch.backends.cpu.get_cpu_capability().lower()
-        best = INSTRUCTION_SETS.index(found) if found in INSTRUCTION_SETS else 0
+        # torch looks for just what these kernels need: FMA with AVX2; BW, DQ and VL of AVX-512. The environment variable
+        # ATEN_CPU_CAPABILITY lowers what torch finds.
+        capability = torch.backends.cpu.get_cpu_capability().lower()
+        best = INSTRUCTION_SETS.index(capability) if capability in INSTRUCTION_SETS else 0
         self.instruction_set = instruction_set or INSTRUCTION_SETS[best]
         chosen = INSTRUCTION_SETS.index(self.instruction_set)
         if chosen > best:
@@ -150,7 +154,7 @@ class HostKernels:
             )
         self._handle: ctypes.c_void_p | None = ctypes.c_void_p(handle)
         self._finalizer = weakref.finalize(self, self._library.megatrain_destroy, self._handle)
-        # Not at exit: a step may still run then, and the system frees the memory anyway.
+        # At exit the kernels aren't destroyed: a step may still run then, and the system frees the memory anyway.
         self._finalizer.atexit = False
 
     def close(self) -> None:
@@ -164,26 +168,27 @@ class HostKernels:
         weight, residual, moments, grad, arguments, grad_residual, first_element = ParameterStep(*step, **others)
         dtype = torch.float32 if residual is None else _BF16
         exp_avg, exp_avg_sq, *scales = moments
-        moment_dtypes = (_BF16 if exp_avg.dtype == _BF16 else torch.float32), exp_avg.dtype
+        exp_avg_dtype = _BF16 if exp_avg.dtype == _BF16 else torch.float32
+        exp_avg_sq_dtype, moment_bits = exp_avg.dtype, 8 * exp_avg.itemsize
         if isinstance(moments, Int8Moments):
-            moment_dtypes = torch.int8, torch.uint8
+            exp_avg_dtype, exp_avg_sq_dtype = torch.int8, torch.uint8
             if first_element % BLOCK_ELEMENTS:
                 raise KernelError(f"first_element is {first_element}; 8-bit moments need a multiple of {BLOCK_ELEMENTS}")
-            of_blocks = {name: (getattr(moments, name), torch.float32) for name in ("exp_avg_scale", "exp_avg_sq_scale")}
-            count, found = exp_avg.numel(), self._check(**of_blocks)
+            to_check = {name: (getattr(moments, name), torch.float32) for name in ("exp_avg_scale", "exp_avg_sq_scale")}
+            count, found = exp_avg.numel(), self._check(**to_check)
             if found != block_count(count):
                 raise KernelError(f"8-bit moments of {count:,} elements have {found:,} scales, not {block_count(count):,}")
         self._call(
             "adamw",
             *([ctypes.c_void_p(scale.data_ptr()) for scale in scales] or [ctypes.c_void_p()] * 2),
-            8 * exp_avg.itemsize,
+            moment_bits,
             arguments.constants,
             first_element,
             arguments.rounding_seed,
             weight=(weight, dtype),
             residual=(residual, _INT16),
-            exp_avg=(exp_avg, moment_dtypes[0]),
-            exp_avg_sq=(exp_avg_sq, moment_dtypes[1]),
+            exp_avg=(exp_avg, exp_avg_dtype),
+            exp_avg_sq=(exp_avg_sq, exp_avg_sq_dtype),
             grad=(grad, dtype),
             grad_residual=(grad_residual, _INT16),
         )
@@ -200,7 +205,8 @@ class HostKernels:
 
     def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
         """``sum += src`` in fp32, with the arithmetic of ``csrc/split_master.h``. The sum is join(hi, residual), (N) bfloat16
-        and (N) int16. Without ``has_residual`` it is ``hi`` alone so far. ``src`` is (N) bfloat16."""
+        and (N) int16. Without ``has_residual`` the sum so far is ``hi`` alone, and ``residual`` is written without being read.
+        ``src`` is (N) bfloat16."""
         self._call("accumulate", 2, int(has_residual), hi=(hi, _BF16), residual=(residual, _INT16), src=(src, _BF16))
 
     def square_sum(self, values: torch.Tensor, residual: torch.Tensor | None = None) -> float:
@@ -222,17 +228,19 @@ class HostKernels:
         self._call("fill", ctypes.c_int64(dst.element_size()), dst=(dst, dst.dtype), src=(src, dst.dtype))
 
     def zero(self, tensor: torch.Tensor) -> None:
-        """Fills a tensor of any dtype with zero bytes, on all threads. Also used to touch new memory first."""
+        """Fills a tensor of any dtype with zero bytes, on all threads. Also used to make the pages of new memory, which the
+        system does at the first touch. The kernel ``fill`` writes zeros if its source is null."""
         self._call("fill", ctypes.c_int64(tensor.element_size()), tensor=(tensor, tensor.dtype), source=(None, tensor.dtype))
 
     def _call(self, function: str, *others: Any, **tensors: tuple[torch.Tensor | None, torch.dtype]) -> Any:
-        """Calls a C function with the tensors (None: null), their length and ``others``. Integers become C's of 32 bits."""
+        """Calls a C function with pointers to the tensors (null for None), their length and ``others``. ctypes passes the low
+        32 bits of an integer. Only ``first_element`` may have more: the kernels use it modulo 2**32."""
         count = ctypes.c_int64(self._check(**tensors))
         pointers = (ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor, _ in tensors.values())
         return getattr(self._library, f"megatrain_{function}")(self._handle, *pointers, count, *others)
 
     def _check(self, **tensors: tuple[torch.Tensor | None, torch.dtype]) -> int:
-        """Returns the common length N. Raises a ``KernelError`` for all that C++ can't check itself."""
+        """Returns the common length N. Raises a ``KernelError`` for what C++ can't check: dtype, device, layout, length."""
         if self._handle is None:
             raise KernelError("the host kernels are closed; make a new HostKernels")
         lengths: dict[str, int] = {}
@@ -256,14 +264,14 @@ class HostKernels:
 
 
 def memory_fence() -> None:
-    """A memory fence, for other processes too. Whoever sees a write of this thread after the fence also sees those before it,
-    and what this thread reads after it isn't older than what it read before."""
+    """A memory fence, for other processes too. Whoever sees a write of this thread after the fence also sees its writes before
+    the fence. What this thread reads after the fence isn't older than what it read before."""
     _library(LIBRARY_PATH).megatrain_fence()
 
 
 @functools.cache
 def _library(path: pathlib.Path) -> Any:
-    """Opens the library. A ``KernelError`` if it is missing, can't be loaded, or has another interface version."""
+    """Opens the library. Raises a ``KernelError`` if it is missing, can't be loaded, or has another interface version."""
     if not path.exists():
         raise KernelError(f"the compiled host kernels are missing: no file {path}. Remedy: {_REBUILD}")
     try:

@@ -163,9 +163,7 @@ class CompiledLayers:
         """What compiles dynamo's graphs: the name of a backend that dynamo knows, or a function."""
         self._kinds: dict[Any, _Kind] = {}
         # Cached, to warn once for each name and reason.
-        self._note_eager = functools.cache(
-            functools.partial(logger.warning, "megatrain: %s isn't compiled and runs as it is (%s)")
-        )
+        self._note_eager = functools.cache(functools.partial(logger.warning, "megatrain: %s runs uncompiled: %s"))
         self.is_optional = self._is_on and wanted == "auto"
         """Whether the plan may decide not to compile."""
         self.pays: bool | None = None
@@ -262,7 +260,7 @@ class CompiledLayers:
         if kind is None:
             reason = _missing_in_torch()
             if reason is None and len({key[:-2] for key in (*self._kinds, key)}) > MOST_KINDS:
-                reason = f"more than {MOST_KINDS} kinds of layers, with other parameters or outputs, would have to be compiled"
+                reason = f"the model has more than {MOST_KINDS} kinds of layers that differ in code, parameters or outputs"
             if reason is not None:
                 self._note_eager(name, reason)
                 return None
@@ -493,7 +491,7 @@ def without_saving() -> saved_tensors_hooks:
 
 def _remember(_: Any) -> Any:
     raise UnsupportedError(
-        "backward went into a streamed layer's forward from elsewhere than its outputs: through torch.autograd.grad() within "
-        "it, or a loss that it leaves in an attribute. Experts in parts and layers on trial have no graph there; let it "
-        "return the loss with its output, or name other layers in megatrain_config.layer_classes"
+        "backward reached the inside of a streamed layer without passing through its outputs (torch.autograd.grad() inside "
+        "its forward, or a loss stored in an attribute). This isn't possible where experts stream in parts, or while the plan "
+        "measures layers. Return the loss with the output, or name other layers in megatrain_config.layer_classes"
     )

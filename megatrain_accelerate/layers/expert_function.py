@@ -65,7 +65,7 @@ class ExpertStreams:
         """Returns the parts that are expected after the call at ``place``."""
         count = self.prefetcher.slot_count
         if in_backward:
-            return self.order.after_backward(*place, count, not self.offloader.gradients_complete())
+            return self.order.after_backward(*place, count, not self.offloader.is_last_backward())
         return self.order.after_forward(*place, count, backward_follows)
 
 
@@ -180,8 +180,8 @@ class ExpertResults:
         if (call := next(self._to_come[experts], None)) is None:
             raise StateError(
                 f"experts {experts.name} are called {len(calls) + 1} times or more when their layer is computed again, and "
-                f"were called {len(calls)} times in its forward; make the layer call them alike in both, or set "
-                "megatrain_config.expert_parts to 1"
+                f"were called {len(calls)} times in its forward; make the layer call its experts equally often in "
+                "forward and in recompute, or set megatrain_config.expert_parts to 1"
             )
         return call
 

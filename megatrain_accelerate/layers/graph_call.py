@@ -54,25 +54,27 @@ _current_task = torch._C._current_graph_task_id
 class GraphCall:
     """One call of a layer, or of a piece of its batch, from its forward to the last backward through it.
 
-    Owner: the graph, by way of the leaves, of what is saved and of the hooks on the layer's outputs. It holds none of them
-    itself, so that it is freed with the graph. ``tape`` and ``position`` say where on its forward pass the call is. It is
-    number ``piece`` of ``pieces``, in forward order: 0 of 1 if it is whole.
+    Its *leaves* are tensors without history, in the slot's memory. The layer computes with them as its weights, and autograd
+    gives them gradients. Owner: the graph, whose leaves, saved tensors and hooks on the layer's outputs refer to the call. The
+    call holds none of them, so that it is freed with the graph. ``position`` on ``tape`` (the layer calls of a pass) tells
+    which call it is. It is number ``piece`` of ``pieces``, in forward order: 0 of 1 if the batch is whole.
     """
 
     def __init__(self, calls: GraphCalls, layer: StreamedLayer, tape: Tape, position: int, piece: int, pieces: int) -> None:
         self.calls, self.layer = calls, layer
         self.tape, self.position, self.piece, self.pieces = tape, position, piece, pieces
-        self.open_forward = tape.open_forward()
+        self.open_forward = tape.forward_mark()
+        """The mark of its pass, which counts as open while a call lives."""
         self.running_slot: WeightSlot | None = None
         """The slot with its weights while its forward is being issued; else None."""
         self.task = -1
         """Number of the backward (autograd's graph task) that has reached this call; -1 if none has."""
         self.is_done = False
         """Whether that backward has delivered all of the call's gradients."""
-        self.version = -1
-        """The unit's version in forward."""
+        self.unit_version = -1
+        """The version of the layer's unit in forward, which a step or a write to its weights changes."""
         self._leaves: list[tuple[int, weakref.ref[torch.Tensor]]] = []
-        """For each weight that was trained in forward: its row among the unit's trainable ones, and the leaf."""
+        """For each weight that was trained in forward: its index among the unit's trainable ones, and the leaf."""
         self._address: int | None = None
         """The address at which the weights must be in backward, if something that autograd doesn't see refers to the slot of
         forward: a user's function that keeps a weight in an attribute of its context. None if any slot will do."""
@@ -89,54 +91,58 @@ class GraphCall:
         calls, layer = self.calls, self.layer
         self.running_slot = slot
         try:
-            uses = slot.uses_with(layer.unit.layout)
-            watched: dict[int, torch.Tensor] = {}
-            args, kwargs = map_tensors(functools.partial(self._watched, watched=watched), (args, kwargs))
-            self.version = layer.unit.version
+            uses_before = slot.tensor_count(layer.unit.layout)
+            hooked: dict[int, torch.Tensor] = {}
+            args, kwargs = map_tensors(functools.partial(self._hooked_input, hooked=hooked), (args, kwargs))
+            self.unit_version = layer.unit.version
             first_node = torch._C._autograd._get_sequence_nr()
             weights = self._leaves_in(slot)
-            self._take_leaves(weights, is_watched=not watched)
+            self._note_leaves(weights, hooks_leaves=not hooked)
             with named_range(f"megatrain::forward ({layer.name})"), slot.read_by(self), without_autocast_cache():
                 if layer.index not in calls.policy.attention_kept:  # a compiled graph hides the attention to keep
                     self._captures = calls.compiled.wants(layer, self.row)
                 output = self._run_by_policy(weights, args, kwargs)
-                output = map_tensors(functools.partial(self._handed_out, watched=watched), output)
+                output = map_tensors(functools.partial(self._hooked_output, hooked=hooked), output)
+            # Without this list only the graph should hold leaves, and only leaves use the slot's memory. Another holder or use
+            # is a reference that autograd doesn't see.
             del weights
             holders = [sys.getrefcount(leaf()) for _, leaf in self._leaves if leaf() is not None]
-            is_held = max(holders, default=0) > _HELD_ONCE_COUNT or slot.uses_with(layer.unit.layout) > uses + len(holders)
-            if is_held or layer.index in calls.hiding:
-                calls.hiding.add(layer.index)
+            uses = slot.tensor_count(layer.unit.layout) - uses_before
+            if max(holders, default=0) > _HELD_ONCE_COUNT or uses > len(holders) or layer.index in calls.hiding_layers:
+                calls.hiding_layers.add(layer.index)
                 self._address = slot.address
-                self._watch_nodes(first_node, output)
+                self._hook_nodes(first_node, output)
             return output
         finally:
             self.running_slot = None
 
-    def _watched(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Has :meth:`all_issued` called when the tensor's gradient is known. Nothing of this layer is left to run then, since
-        autograd runs first what was computed last."""
+    def _hooked_input(self, tensor: torch.Tensor, hooked: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Hooks an input and returns it, or a view of it: :meth:`all_issued` is called when its gradient is known. As autograd
+        runs first what was computed last, only what doesn't lead to this input may be left of the layer's backward then."""
         if not tensor.requires_grad or tensor.device != self.calls.device:
             return tensor
-        if id(tensor) not in watched:
-            # A view has a node of its own: hooks on a leaf would pile up, and those on pieces of a tensor all run at once.
+        if id(tensor) not in hooked:
+            # A view has a node of its own. Hooks on a leaf would stay and pile up. Pieces are outputs of one node, and hooks
+            # on them would all run when the last piece has its gradient.
             through = tensor.view_as(tensor) if tensor.is_leaf or self.pieces > 1 else tensor
             # Weakly, since the graph below the layer may live longer than the layer's own.
             through.register_hook(functools.partial(_all_issued, weakref.ref(self)))
-            watched[id(tensor)] = watched[id(through)] = through
-        return watched[id(tensor)]
+            hooked[id(tensor)] = hooked[id(through)] = through
+        return hooked[id(tensor)]
 
-    def _take_leaves(self, weights: list[torch.Tensor], is_watched: bool) -> None:
-        """Notes the leaves that await gradients. Hooks them if ``is_watched``: no input tells when the backward is over."""
-        for row, place in enumerate(self.layer.trainable_places):
+    def _note_leaves(self, weights: list[torch.Tensor], hooks_leaves: bool) -> None:
+        """Notes the leaves that await gradients. ``hooks_leaves`` if no input is hooked, to tell when the backward is over."""
+        for index, place in enumerate(self.layer.trainable_places):
             if self._trained[place]:
                 weight = weights[place]
-                self._leaves.append((row, weakref.ref(weight)))
+                self._leaves.append((index, weakref.ref(weight)))
                 weight._megatrain_call = self  # type: ignore[attr-defined]
-                if is_watched:
+                if hooks_leaves:
                     weight.register_post_accumulate_grad_hook(self.leaf_arrived)
 
     def _leaves_in(self, slot: WeightSlot) -> list[torch.Tensor]:
-        """Returns the layer's weights in the slot, in entry order, as leaves. ``data`` gives each a version of its own."""
+        """Returns the layer's weights in the slot, in entry order, as new leaves. ``data`` gives each a version counter (that
+        with which autograd notices writes) of its own."""
         views = slot.views(self.layer.unit.layout)
         pairs = zip(views, self._trained, strict=True)
         return [view.data.requires_grad_() if is_trained else view.data for view, is_trained in pairs]
@@ -148,7 +154,8 @@ class GraphCall:
         # Where inputs are offloaded to free memory, results of the same size mustn't take it.
         keeps_results = is_recomputed and not policy.offloads_inputs(layer.index)
         self._expert_results = ExpertResults(keeps_results, is_last=self.piece == 0) if layer.experts else None
-        budget = policy.budgets[0 if is_recomputed else 1]
+        recompute_budget, kept_budget = policy.budgets
+        budget = recompute_budget if is_recomputed else kept_budget
         captures = self._captures
         if is_recomputed and (captures is None or not calls.compiled.recomputes(layer, captures, budget, self.row)):
             return self._run_to_recompute(weights, args, kwargs)
@@ -177,20 +184,20 @@ class GraphCall:
         # The checkpoint must get each tensor as an argument of its own.
         tensors, arguments = taken_apart((args, kwargs))
         before: BufferValues = []
-        # What the first run binds. It is popped there, so that only the graph holds it afterwards.
-        first: list[list[torch.Tensor]] = [weights]
+        # The first run binds these weights, and pops them, so that only the graph holds them afterwards.
+        of_first_run: list[list[torch.Tensor]] = [weights]
         keeps_attention = layer.index in policy.attention_kept
-        leaves = keeps_attention and policy.offloads_inputs(layer.index)
-        leaving = Recording(calls.activations, layer.name) if leaves else None
-        attention = AttentionResults(leaving) if keeps_attention else None
+        offloads_attention = keeps_attention and policy.offloads_inputs(layer.index)
+        offloaded = Recording(calls.activations, layer.name) if offloads_attention else None
+        attention = AttentionResults(offloaded) if keeps_attention else None
 
         def body(*given: torch.Tensor) -> Any:
             nonlocal before
             args, kwargs = arguments(given)
-            if first:
+            if of_first_run:
                 recording = _NOTHING if attention is None else attention.recording()
                 saving = SavedTensors(calls.prefetcher.at_address).recording()
-                with bound(layer, first.pop()), saving, layer.buffers.watched() as before, recording:
+                with bound(layer, of_first_run.pop()), saving, layer.buffers.watched() as before, recording:
                     return self._run_layer(args, kwargs, memory_budget=0.0)
             with (
                 self.pinned() as slot,
@@ -209,49 +216,52 @@ class GraphCall:
         with no_writes_into(args, kwargs, layer.name), no_writes_to(tensors, layer.name):
             # The body restores RNG states (Python's and NumPy's too), autocast and modes.
             output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
-        if leaving is not None:
-            calls.activations.send(leaving, self.tape, self.position, self.piece)
+        if offloaded is not None:
+            calls.activations.send(offloaded, self.tape, self.position, self.piece)
         return output
 
-    def _handed_out(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Returns an output that doesn't lie in the slot, and has a hook that tells when its backward begins."""
+    def _hooked_output(self, tensor: torch.Tensor, hooked: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Hooks an output, so that its backward fetches the layer, and returns it. One that lies in the slot is copied."""
         slots = self.calls.prefetcher.at_address
         if tensor.layout is torch.strided and (slot := slots.get(tensor.untyped_storage().data_ptr())) is not None:
-            slot.require_reader()
+            slot.require_current_call()
             tensor = tensor.clone()
-        if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in watched:
-            tensor.register_hook(self._begins)
+        if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in hooked:
+            tensor.register_hook(self._fetch_hook)
         return tensor
 
-    def _watch_nodes(self, first: int, output: Any) -> None:
-        """Has each node that autograd made for the output from number ``first`` on get the slot before it runs."""
+    def _hook_nodes(self, first_number: int, output: Any) -> None:
+        """Has each of the layer's nodes fetch it before the node runs, which may read a hidden weight. These are the nodes of
+        the output's graph that autograd numbered from ``first_number`` on."""
         found = set[torch.autograd.graph.Node]()
-        to_see, end = [tensor.grad_fn for tensor in taken_apart(output)[0]], torch._C._autograd._get_sequence_nr()
+        to_see = [tensor.grad_fn for tensor in taken_apart(output)[0]]
+        end = torch._C._autograd._get_sequence_nr()
         for node in to_see:
             # Nodes of leaves have the largest number that there is, and are left out.
-            if node is not None and node not in found and first <= node._sequence_nr() < end:
+            if node is not None and node not in found and first_number <= node._sequence_nr() < end:
                 found.add(node)
-                node.register_prehook(self._begins)
+                node.register_prehook(self._fetch_hook)
                 to_see += [below for below, _ in node.next_functions]
         for _, leaf in self._leaves:
             if (weight := leaf()) is not None:
-                weight.register_hook(self._require_begun)
+                weight.register_hook(self._require_entered)
 
     # ------------------------------------------------------------------ backward
 
-    def _require_begun(self, _: torch.Tensor) -> None:
+    def _require_entered(self, _: torch.Tensor) -> None:
         """Hook on the leaves of a layer that hides weights from autograd: refuses a backward that didn't pass its outputs."""
         if self.running_slot is None and self.task != _current_task():
             raise UnsupportedError(
-                f"backward went into layer {self.layer.name} from elsewhere than its outputs. A function of it keeps a "
-                "weight where autograd doesn't see it, and another layer's may lie there by now; let the layer return what "
-                "the loss needs, or the function keep its weights with ctx.save_for_backward()"
+                f"backward reached layer {self.layer.name} without passing through its outputs. A custom autograd function in "
+                "it keeps a weight as an attribute of ctx, and that memory may hold another layer's weights now. Use "
+                "ctx.save_for_backward(), or return what the loss needs"
             )
 
-    def _begins(self, _: Any) -> None:
-        self.slot()
+    def _fetch_hook(self, _: Any) -> None:
+        self.slot()  # enters the backward, and fetches the layer
 
-    def _begin(self) -> None:
+    def _enter_backward(self) -> None:
+        """Notes that a backward has reached this call. Does nothing if that is known."""
         task = _current_task()
         if self.task == task:
             return
@@ -260,35 +270,37 @@ class GraphCall:
             found, backward = self.take_gradients(), self.calls.backwards.get(self.task)
             if found and backward is not None:
                 backward.take(self, found, is_complete=False)
-            self.forget()
+            self._leave_backward()
         self.task = task
-        self.calls.passes.backward_begins()
+        self.calls.passes.note_backward()
         self.calls.backwards[task].calls.append(self)
         # Also those of the layers that follow in backward.
         self.calls.activations.bring_back(self.tape, self.position, self.piece)
 
     def slot(self) -> WeightSlot:
-        """Returns the slot with the layer's weights, for kernels issued now. A StateError if they aren't those of forward."""
+        """Returns the slot with the layer's weights, for kernels issued now. In backward that is by a lease, which
+        :meth:`all_issued` ends. Raises a StateError if the weights aren't those of forward."""
         if self.running_slot is not None:  # a backward within the layer's own forward
             return self.running_slot
         if self.task != _current_task():
-            self._begin()
+            self._enter_backward()
         layer, prefetcher = self.layer, self.calls.prefetcher
         slot = prefetcher.leased(layer, self._address)
-        # Calls of one layer share its lease, but perhaps not the version. A closed engine has another one, and no slots.
-        if layer.unit.version != self.version:
-            layer.require_version(self.version)
+        # Calls of one layer share its lease, but perhaps not the unit's version. A closed engine has another, and no slots.
+        if layer.unit.version != self.unit_version:
+            layer.require_version(self.unit_version)
         if slot is None:
-            upcoming = self.calls.passes.after_backward(self.tape, self.position)
+            upcoming = self.calls.passes.begin_backward_of(self.tape, self.position)
             together = self.tape.order.together
             slot = prefetcher.acquire(layer, upcoming, together, None if together else self._address)
             if self._address is not None and slot.address != self._address:
-                # All ranks have gathered it into another slot. What autograd doesn't see needs a copy of this rank's own.
+                # All ranks must choose the same slot to gather into. The hidden weight's address is this rank's own, and
+                # gets a copy that this rank makes alone.
                 prefetcher.release(slot)
                 slot = prefetcher.acquire(layer, (), address=self._address)
             prefetcher.leases[layer.index] = slot
             try:
-                layer.require_version(self.version)  # again, since acquire() takes over weights that somebody wrote
+                layer.require_version(self.unit_version)  # again, since acquire() takes over weights that somebody wrote
                 # A checkpoint inside the layer reads the module's weights when it recomputes.
                 slot.leaves = self._leaves_in(slot)
                 for context in (named_range(f"megatrain::backward ({layer.name})"), bound(layer, slot.leaves)):
@@ -303,22 +315,23 @@ class GraphCall:
     def pinned(self) -> Iterator[WeightSlot]:
         """Yields the slot, which no other layer can take while the body runs."""
         slot = self.slot()
-        slot.users += 1
+        slot.user_count += 1
         try:
             yield slot
         finally:
             self.calls.prefetcher.release(slot)
 
-    def _is_complete(self) -> bool:
-        """Whether all leaves that the graph still holds have gradients, of which autograd brings each in one go."""
+    def _has_all_gradients(self) -> bool:
+        """Whether all leaves that the graph still holds have gradients. Autograd gives a leaf its whole gradient at once."""
         return not [leaf for _, found in self._leaves if (leaf := found()) is not None and leaf.grad is None]
 
     def all_issued(self) -> None:
         """Called when all of the layer's backward has been issued, as far as a hook can tell."""
         if self.running_slot is not None:
             return
-        self._begin()
-        is_complete = self._is_complete()
+        self._enter_backward()
+        is_complete = self._has_all_gradients()
+        # A piece's gradients are added to the sums of all pieces at once: until then they take memory of their own.
         if not self.is_done and (is_complete or self.pieces > 1):
             self._deliver_gradients(is_complete)
             self.is_done = is_complete
@@ -328,43 +341,44 @@ class GraphCall:
     def leaf_arrived(self, _: torch.Tensor) -> None:
         """Called when a leaf has its gradient, in a call none of whose inputs gets one."""
         if self.running_slot is None:
-            self._begin()
-            if self._is_complete():
+            self._enter_backward()
+            if self._has_all_gradients():
                 self.all_issued()
 
-    def end(self, succeeded: bool) -> None:
+    def end_backward(self, succeeded: bool) -> None:
         """Called when the backward is over: delivers gradients that no input told of, or drops them if it failed."""
         if not succeeded:
             self.take_gradients()
         elif not self.is_done:
             self._deliver_gradients(is_complete=False)
-        self.forget()
+        self._leave_backward()
 
-    def forget(self) -> None:
+    def _leave_backward(self) -> None:
         """Ends the lease, and notes that no backward is in this call."""
         self.calls.prefetcher.end_lease(self.layer.index)
         self.task, self.is_done = -1, False
 
     def take_gradients(self) -> dict[int, torch.Tensor]:
+        """Takes the gradients from the leaves that have some, and returns them by index among the unit's trainable weights."""
         taken: dict[int, torch.Tensor] = {}
-        leaves = [(row, found()) for row, found in self._leaves]
+        leaves = [(index, found()) for index, found in self._leaves]
         slot = self.calls.prefetcher.leases.get(self.layer.index)
         if slot is not None:
-            # A checkpoint inside the layer that runs a backward of its own accumulates in these.
+            # A checkpoint inside the layer that runs a backward of its own accumulates in the lease's leaves.
             leaves += enumerate([slot.leaves[place] for place in self.layer.trainable_places])
-        for row, leaf in leaves:
+        for index, leaf in leaves:
             if leaf is not None and leaf.grad is not None:
                 gradient, leaf.grad = leaf.grad, None
-                taken[row] = taken[row] + gradient if row in taken else gradient
+                taken[index] = taken[index] + gradient if index in taken else gradient
         return taken
 
     def _deliver_gradients(self, is_complete: bool) -> None:
-        """Hands over the gradients that have come. ``is_complete``: no more will come."""
+        """Hands over the gradients that have come. ``is_complete``: no more will come in this backward."""
         taken = self.take_gradients()
         if True in [gradient.requires_grad for gradient in taken.values()]:
             raise UnsupportedError(
-                f"layer {self.layer.name}: a backward with create_graph=True gives its parameters gradients that can be "
-                "differentiated, which can't leave the device; use torch.autograd.grad(..., create_graph=True) on inputs "
+                f"layer {self.layer.name}: a backward with create_graph=True gives its parameters gradients that "
+                "require grad, which can't be offloaded; use torch.autograd.grad(..., create_graph=True) on inputs "
                 "or outputs of layers instead"
             )
         self.calls.backwards[self.task].take(self, taken, is_complete)
@@ -382,7 +396,7 @@ class GraphCalls:
     passes: Passes
     prefetcher: Prefetcher
     offloader: GradientOffloader
-    gradient_sums: GradientSums
+    piece_sums: GradientSums
     activations: ActivationOffloader
     batch_cut: BatchCut
     compiled: CompiledLayers
@@ -390,28 +404,28 @@ class GraphCalls:
     def __post_init__(self) -> None:
         self.device = self.offloader.streams.device
         self.policy = Placement()
-        """Says what becomes of the layers' activations. Set by the plan."""
-        self.real: RealTokens | None = None
+        """Says what becomes of the layers' activations: they are kept, offloaded or recomputed. Set by the plan."""
+        self.real_tokens: RealTokens | None = None
         """The tokens to compute of the current forward's batch (:mod:`.padding`); None for all."""
-        self.backwards = collections.defaultdict[int, Backward](lambda: Backward(self.offloader, self.gradient_sums))
+        self.backwards = collections.defaultdict[int, Backward](lambda: Backward(self.offloader, self.piece_sums))
         """The backwards that are under way, by autograd's number."""
-        self.hiding: set[int] = set()
-        """Indices of layers that had a call whose graph refers to the slot where autograd doesn't see it."""
+        self.hiding_layers: set[int] = set()
+        """Indices of layers of which a call's graph referred to the slot where autograd doesn't see it."""
         self._alive: weakref.WeakSet[GraphCall] = weakref.WeakSet()
 
     @property
-    def real_in_one_row(self) -> RealTokens | None:
-        """:attr:`real` if a plan may treat it as one row; None for a batch in pieces, each of which is a row of its own."""
-        return self.real if self.batch_cut.size is None else None
+    def real_tokens_in_one_row(self) -> RealTokens | None:
+        """:attr:`real_tokens` where a plan may treat them as one row; None for a batch in pieces, of which each is one row."""
+        return self.real_tokens if self.batch_cut.size is None else None
 
     def run(self, layer: StreamedLayer, tape: Tape, position: int, args: Args, kwargs: Kwargs) -> Any:
         """Runs a layer, whole or in pieces, so that its graph can be differentiated."""
-        inputs_leave = self.policy.offloads_inputs(layer.index)
+        offloads_inputs = self.policy.offloads_inputs(layer.index)
         split = BatchSplit.of_call(layer, args, kwargs, self.batch_cut)
         row, count = None, split.count
-        if count == 1 and self.real is not None:
-            row, args, kwargs = layer.unpadded.in_a_row(self.real, args, kwargs)
-        inputs = taken_apart((args, kwargs))[0] if count > 1 or inputs_leave else []
+        if count == 1 and self.real_tokens is not None:
+            row, args, kwargs = layer.unpadded.in_a_row(self.real_tokens, args, kwargs)
+        inputs = taken_apart((args, kwargs))[0] if count > 1 or offloads_inputs else []
         calls = [GraphCall(self, layer, tape, position, piece, count) for piece in range(count)]
         self._alive.update(calls)
         calls[0].row = row
@@ -419,8 +433,8 @@ class GraphCalls:
         slot = self.prefetcher.acquire(layer, upcoming, tape.order.together)
         try:
             self.passes.wait_for_head(layer)
-            leaving = inputs_offloaded(self.activations, layer.name, inputs, tape, position) if inputs_leave else _NOTHING
-            with leaving:
+            offload = inputs_offloaded(self.activations, layer.name, inputs, tape, position) if offloads_inputs else _NOTHING
+            with offload:
                 if count == 1:
                     return batch_of(row, calls[0].run(slot, args, kwargs))
                 with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
@@ -432,16 +446,16 @@ class GraphCalls:
         """Runs a call in pieces, and joins their outputs, and what was recorded meanwhile."""
         name = calls[0].layer.name
         pieces: list[list[torch.Tensor]] = []
-        first: Any = None
-        reals = [None] * split.count if self.real is None else self.real.of_pieces(split.sizes)
-        for call, real, of_piece in zip(calls, reals, split.arguments(args, kwargs), strict=True):
+        first_structure: Any = None
+        rows = [None] * split.count if self.real_tokens is None else self.real_tokens.of_pieces(split.sizes)
+        for call, real_tokens, of_piece in zip(calls, rows, split.arguments(args, kwargs), strict=True):
             with output_recorder.apart() as recorded, no_writes_into(*of_piece, name):
-                call.row, own_args, own_kwargs = call.layer.unpadded.in_a_row(real, *of_piece)
+                call.row, own_args, own_kwargs = call.layer.unpadded.in_a_row(real_tokens, *of_piece)
                 output = batch_of(call.row, call.run(slot, own_args, own_kwargs))
             tensors, put_together = taken_apart((output, recorded))
-            rest = put_together([None] * len(tensors))
-            first = first or rest
-            if first != rest:
+            structure = put_together([None] * len(tensors))
+            first_structure = first_structure or structure
+            if first_structure != structure:
                 raise UnsupportedError(
                     f"layer {name} returns other things for other pieces of a batch, which can't be joined; leave "
                     "megatrain_config.micro_batch_size unset"
@@ -452,12 +466,12 @@ class GraphCalls:
         output_recorder.enter(recorded)
         return output
 
-    def end(self, task: int, succeeded: bool) -> None:
+    def end_backward(self, task: int, succeeded: bool) -> None:
         """Ends a backward: delivers gradients for which no hook was called, or drops those that a failed one left."""
         if task in self.backwards:
             for call in self.backwards[task].calls:
                 if call.task == task:
-                    call.end(succeeded)
+                    call.end_backward(succeeded)
             backward = self.backwards.pop(task)
             if succeeded:
                 backward.finish()

@@ -123,16 +123,16 @@ class StreamedLayer:
                 named = self.module.named_parameters()
                 added = next(name for name, p in named if p.requires_grad and id(p) not in self._known)
                 raise StateError(
-                    f"parameter {self.name}.{added} was added or replaced after the model was prepared and has no place for a "
-                    "gradient; change the model (adapters, heads, tokens) before accelerator.prepare(), or prepare it anew"
+                    f"parameter {self.name}.{added} was added or replaced after the model was prepared and has no gradient "
+                    "buffer; change the model (adapters, heads, tokens) before accelerator.prepare(), or prepare it anew"
                 )
             for experts in self.experts:
                 experts.refuse_unfrozen()
             for state in self._frozen:
                 if state.parameter.requires_grad:
                     raise StateError(
-                        f"parameter {self.name}.{state.name} was unfrozen after the model was prepared and has no place for a "
-                        "gradient; call the prepared model itself and not a part of it (it is adopted anew then), or prepare "
+                        f"parameter {self.name}.{state.name} was unfrozen after the model was prepared and has no gradient "
+                        "buffer; call the prepared model itself (which prepares it again) and not a part of it, or prepare it "
                         "again"
                     )
 
@@ -152,9 +152,9 @@ class StreamedLayer:
         """Raises a StateError unless the unit still has the version that a backward's forward saw."""
         if self.unit.version != version:
             raise StateError(
-                f"the weights of {self.kind} {self.name} were changed between forward and backward (by optimizer.step(), a "
-                "write, accelerator.prepare(), or the step that an earlier backward through the same graph took); run "
-                "backward before that, or, for a second one, set megatrain_config.step_schedule to 'deferred' (and "
+                f"the weights of {self.kind} {self.name} changed between forward and backward. Causes: optimizer.step(), a "
+                "write to weights, accelerator.prepare(), or a step that an earlier backward through the same graph took. Run "
+                "backward before that. For a second backward set megatrain_config.step_schedule to 'deferred' (and "
                 "host_gradients to 'kept')"
             )
 

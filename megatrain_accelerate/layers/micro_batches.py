@@ -59,9 +59,11 @@ class BatchCut:
         for name, module in layer.module.named_modules():
             if getattr(module, "batch_first", True) is False:
                 what = name or type(module).__name__
-                raise _cannot(layer.name, f"its {what} has batch_first=False, and takes tokens first")
+                raise _cannot(layer.name, f"its {what} has batch_first=False, so that dimension 0 is tokens and not samples")
             if isinstance(module, _BatchNorm) and module.training:
-                raise _cannot(layer.name, f"its {name} takes statistics of the whole batch")
+                raise _cannot(
+                    layer.name, f"its {name} is a batch norm in training mode, whose statistics need the whole batch"
+                )
 
     def is_cut(self, layer: StreamedLayer, path: str, tensor: torch.Tensor, hidden: torch.Tensor) -> bool:
         """Whether an argument is cut, rather than passed whole to all pieces. Raises an UnsupportedError if that is unsure."""

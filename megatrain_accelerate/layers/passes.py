@@ -28,7 +28,7 @@ class _EndOfBackward:
         try:
             self._on_end(self._task, True)
         except BaseException:
-            self._on_end(self._task, False)
+            self._on_end(self._task, False)  # again, on purpose: takes back what the first call didn't complete
             raise
 
     def __del__(self) -> None:
@@ -37,8 +37,8 @@ class _EndOfBackward:
 
 
 class Passes:
-    """Follows the calls of a model's layers, and predicts the next ones. The ``watch`` ends when a backward begins. ``on_end``
-    is called with autograd's number of a backward that has ended, and whether it succeeded."""
+    """Follows the calls of a model's layers, and predicts the next ones. A backward ends the ``watch`` for reads of outdated
+    parameters. When it is over ``on_end`` gets its number (that of autograd's graph task) and whether it succeeded."""
 
     def __init__(
         self,
@@ -49,19 +49,20 @@ class Passes:
         watch: Watch,
         on_end: Callable[[int, bool], None],
     ) -> None:
-        self.order, self._order_of_all = (CallOrder(len(layers), together=together) for together in (False, True))
-        """The order of what this rank may do alone, and that of passes that all ranks make together."""
+        self.order = CallOrder(len(layers))
+        self._order_of_all = CallOrder(len(layers), together=True)
+        """The order of passes in which all ranks *together* gather each layer's weights. ``order`` is that of all others."""
         self.is_together = False
-        """Whether all ranks gather weights in the forward in progress."""
+        """Whether the forward in progress is such a pass. :meth:`.StreamingRuntime.end_forward` resets it."""
         self._last_layer, self._groups = layers[-1], groups
         self._prefetcher, self._offloader, self._watch, self._on_end = prefetcher, offloader, watch, on_end
         self._task: int | None = None
         """Autograd's number of the backward that is under way."""
         self._tape: Tape | None = None
-        """The tape of the forward to which that backward belongs."""
-        self.open: weakref.WeakSet[OpenForward] = weakref.WeakSet()
-        """Forward passes whose backward is still to come."""
-        self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
+        """The tape (the layer calls) of the forward whose layers that backward fetches."""
+        self.open_forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
+        """Forward passes whose graph is alive and whose backward is still to come."""
+        self._reached_forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
 
     def begin_forward(self) -> None:
         """Called when a forward of the whole model begins: the next call of a layer begins a new pass."""
@@ -69,7 +70,7 @@ class Passes:
             order.end_pass()
 
     def begin_together(self) -> None:
-        """Has all ranks gather weights in this forward, first those of residents before the layers."""
+        """Has all ranks gather weights in this forward. First come residents before the last layer (embeddings)."""
         self.is_together = True
         self._gather([group for group in self._groups if group.layers_before <= self._last_layer.index])
 
@@ -80,49 +81,51 @@ class Passes:
                 group.gather(self._prefetcher.gather)
 
     def record(self, layer: StreamedLayer) -> tuple[Tape, int, OpenForward]:
-        """Notes a forward call that has a graph. Returns its tape and position, and a mark that only the graph is to hold."""
+        """Notes a call with a graph. Returns its pass's tape, its position there, and a mark that the graph alone may hold."""
         tape, position = (self._order_of_all if self.is_together else self.order).record(layer.index)
-        open_forward = tape.open_forward()
-        self.open.add(open_forward)
+        open_forward = tape.forward_mark()
+        self.open_forwards.add(open_forward)
         return tape, position, open_forward
 
     def wait_for_head(self, layer: StreamedLayer) -> None:
-        """Waits for residents before the last layer: some code reads the head's weight without its call (Liger, TRL)."""
+        """Called before each layer. Before the last one it waits for the steps of all residents, which ranks may have to
+        gather: some code (Liger, TRL) reads the head's weight without calling the head."""
         if layer is self._last_layer:
             if self.is_together:
                 self._gather(self._groups)
             for group in self._groups:
                 group.wait_for_step()
 
-    def after_backward(self, tape: Tape, position: int) -> Sequence[int]:
-        """Notes that the backward of a call has begun. Returns the indices of the layers that are expected after it."""
+    def begin_backward_of(self, tape: Tape, position: int) -> Sequence[int]:
+        """Notes that a call's backward asks for weights. Returns the indices of the layers that are expected after it."""
         self._tape = tape
         if tape.order.together:
-            self._prefetcher.let_go()  # of layers that this rank may hold since the forward
-        self._in_this_backward.add(tape.open_forward())
-        forward_follows = not self._offloader.gradients_complete()
+            self._prefetcher.let_go()  # a rank that holds layers since an evaluation would choose other slots than the rest
+        self._reached_forwards.add(tape.forward_mark())
+        forward_follows = not self._offloader.is_last_backward()  # otherwise a step follows, and changes the weights
         return tape.order.after_backward(tape, position, self._prefetcher.look_ahead, forward_follows)
 
-    def backward_begins(self, of_forward: OpenForward | None = None, *_: torch.Tensor) -> None:
-        """Called when a backward runs, of this forward if it is known. The first call registers what is done at its end."""
+    def note_backward(self, of_forward: OpenForward | None = None, *_gradients: torch.Tensor) -> None:
+        """Called by hooks, often many times in a backward: notes the forward that it has reached, if the hook knows. The first
+        call in a backward has autograd call :class:`_EndOfBackward`."""
         if of_forward is not None:
-            self._in_this_backward.add(of_forward)
+            self._reached_forwards.add(of_forward)
         task = torch._C._current_graph_task_id()
         if task != self._task:  # if the one before raised, autograd has dropped its callback
             self._watch.end()
             self._task = task
             Variable._execution_engine.queue_callback(_EndOfBackward(self._on_end, task))
 
-    def backward_ends(self, task: int, succeeded: bool) -> None:
-        """Called when a backward is over, or an exception ended it. Other forwards may wait for one of their own."""
+    def end_backward(self, task: int, succeeded: bool) -> None:
+        """Called when a backward is over, or an exception ended it. Forwards that it hasn't reached stay open."""
         if succeeded:
-            self.open -= self._in_this_backward
+            self.open_forwards -= self._reached_forwards
             (self.order if self._tape is None else self._tape.order).end_pass()
             self._tape = None
-        self._in_this_backward.clear()
+        self._reached_forwards.clear()
         if succeeded or self._task == task:
             self._task = None
 
     def is_only_call(self, layer: Streamed) -> bool:
         """Whether no other call of the layer can bring gradients: it runs once in its forward, and no other one is open."""
-        return self._tape is not None and self._tape.calls.count(layer.index) == 1 and len(self.open) <= 1
+        return self._tape is not None and self._tape.calls.count(layer.index) == 1 and len(self.open_forwards) <= 1

@@ -37,8 +37,8 @@ def leave_checkpointing_off(modules: Iterable[nn.Module]) -> None:
         if module.__dict__.get(_CHECKPOINTING):
             module.__dict__[_CHECKPOINTING] = False
             warn_once(
-                "layers are recomputed by the streaming engine; activation_checkpointing (gradient_checkpointing) is left off "
-                "in them"
+                "layers are recomputed by the streaming engine; activation_checkpointing (gradient_checkpointing) is switched "
+                "off in them"
             )
 
 

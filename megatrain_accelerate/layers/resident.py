@@ -78,7 +78,7 @@ class ResidentGroup:
         return self._readers_finished_event()
 
     def _readers_finished_event(self) -> Any:
-        self.unit.register_weights()
+        self.unit.page_lock_weights()
         event = self._streams.event()
         event.record(self._streams.compute_stream)
         return event
@@ -131,4 +131,4 @@ class ResidentGroup:
                 handle.show(weight)  # instead of another store's copy, which may be elsewhere
 
 
-Part = StreamedLayer | ResidentGroup
+UnitOwner = StreamedLayer | ResidentGroup

@@ -29,7 +29,7 @@ from megatrain_accelerate.layers.layer import StreamedLayer, bound
 from megatrain_accelerate.layers.micro_batches import BatchCut
 from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, taken_apart
 from megatrain_accelerate.layers.passes import Passes
-from megatrain_accelerate.layers.resident import Part, ResidentGroup
+from megatrain_accelerate.layers.resident import ResidentGroup, UnitOwner
 from megatrain_accelerate.layers.shared_mappings import has_mappings, with_copies
 from megatrain_accelerate.layers.states_on_device import StatesOnDevice
 from megatrain_accelerate.layers.token_tiles import TokenTiles
@@ -49,7 +49,7 @@ from megatrain_accelerate.transfer.prefetch import Prefetcher
 from megatrain_accelerate.transfer.streams import Streams, WeightSlot
 from megatrain_accelerate.units import MIB
 
-TOKENS_BETWEEN_LOOKS = 16
+TOKENS_BETWEEN_CHECKS = 16
 """In a generation, free memory and writes to weights are checked once in this many tokens: asking the driver takes time,
 caches grow little, and nobody is expected to write between two tokens."""
 
@@ -71,8 +71,9 @@ LayerRunner = Callable[[StreamedLayer, Args, Kwargs], Any]
 
 
 class StreamingRuntime:
-    """The streams, slots, step worker and gradients of one model. Its ``layers`` are given by index, with their experts that
-    stream in parts, its ``groups`` in model order."""
+    """The streams, slots, step worker and gradients of one model. Its ``layers`` are in the order of their indices, and bring
+    their experts that stream in parts. Its ``groups`` (*residents*: parameters outside the layers, whose weights stay on the
+    device) are in model order."""
 
     def __init__(
         self,
@@ -85,22 +86,26 @@ class StreamingRuntime:
         config: MegatrainConfig,
         shared: SharedStore | None = None,
     ) -> None:
-        self.shared, self.ranks = shared, None if shared is None else shared.ranks
-        """The store that ranks share, and the ranks that train the model together. None with one process."""
+        self.shared = shared
+        self.ranks = None if shared is None else shared.ranks
+        """The ranks that train the model together, and share a store. None with one process."""
         self.layers, self.groups = list(layers), list(groups)
         self.experts = [experts for layer in self.layers for experts in layer.experts]
-        self.parts: list[Part] = [*self.layers, *self.experts, *self.groups]
+        self.unit_owners: list[UnitOwner] = [*self.layers, *self.experts, *self.groups]
+        """All that has a host unit. The ``experts`` of a layer have one for all of their parts."""
         self.streams, self.meter, self.kernels, self.worker = streams, meter, kernels, StepWorker()
         self.config = config
         self.norms = NormTable(self.units, streams.is_cuda)
-        self.sums = Fp32Sums(self.units, config, streams.device, kernels, 1 if shared is None else shared.ranks.size)
+        self.fp32_sums = Fp32Sums(self.units, config, streams.device, kernels, 1 if shared is None else shared.ranks.size)
+        """The sums of several backwards' gradients. :attr:`piece_sums` are those of the pieces of a batch, in one backward."""
         gather = None if shared is None else Gather(shared.file, shared.ranks)
         self.prefetcher = Prefetcher(self.layers, config.placement.slots, meter, gather)
-        parts = [part for experts in self.experts for part in experts.parts]
-        passes = config.passes_gradients
-        layouts, of_experts, of_parts = ([at.unit.layout for at in kind] for kind in (self.layers, self.experts, parts))
+        expert_parts = [part for experts in self.experts for part in experts.parts]
+        kinds = (self.layers, self.experts, expert_parts)
+        layouts, of_experts, of_parts = ([fetched.unit.layout for fetched in kind] for kind in kinds)
+        passing = config.passes_gradients
         self.offloader = GradientOffloader(
-            layouts, of_experts, of_parts, self.worker, meter, self.norms, self.sums, passes=passes, shared=shared
+            layouts, of_experts, of_parts, self.worker, meter, self.norms, self.fp32_sums, passes=passing, shared=shared
         )
         self.steppers = self.offloader.steppers
         self.outside_tiles = TokenTiles(())  # for norms outside the layers
@@ -111,18 +116,19 @@ class StreamingRuntime:
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), groups_on_device=False)
         """Moves all units and their states to the host, for an optimizer that works there alone. Set by the plan."""
         self.compiled = CompiledLayers(config.compile_layers, streams.device)
-        self.gradient_sums = GradientSums(streams.device, layouts)
+        self.piece_sums = GradientSums(streams.device, layouts)
         self.batch_cut = BatchCut(config.micro_batch_size)
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
         self.watch = Watch((state.parameter for state in self._states.values()), weakly(self.settle))
-        """On after a step, a clipping or a backward that isn't the last before a step, until the next backward begins."""
+        """Brings weights and gradients up to date when somebody first touches a parameter. On after a step, a clipping or a
+        backward that isn't the last before a step, until the next backward begins."""
         self.passes = Passes(
             self.layers, self.groups, self.prefetcher, self.offloader, self.watch, weakly(self._backward_is_over)
         )
         self.calls = GraphCalls(
-            self.passes, self.prefetcher, self.offloader, self.gradient_sums, self.activations, self.batch_cut, self.compiled
+            self.passes, self.prefetcher, self.offloader, self.piece_sums, self.activations, self.batch_cut, self.compiled
         )
-        self._parts: dict[int, Part] = {id(state): part for part in self.parts for state in part.unit.states}
+        self._owners: dict[int, UnitOwner] = {id(state): owner for owner in self.unit_owners for state in owner.unit.states}
         hook = weakly(self.resident_gradient_ready)
         residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
         self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
@@ -131,21 +137,24 @@ class StreamingRuntime:
         """Optimizer steps so far. Skipped ones don't count."""
         self.fake_run: LayerRunner | None = None
         """Runs the layers in a fake run or a measurement of the plan. None while they stream."""
-        self._all_held: dict[int, WeightSlot] = {}
+        self._plain_slots: dict[int, WeightSlot] = {}
         """All layers' slots by index, during a forward without a graph in which layers run as plain modules; else empty."""
-        self._tokens = 0
-        """Forwards in a row that each computed one more token of a generation, see :meth:`looks_before`."""
-        self.clipping = Clipping(self.norms, self.sums, self._states)
+        self._next_tokens = 0
+        """Forwards in a row that each computed one more token of a generation, see :meth:`checks_before_forward`."""
+        self.clipping = Clipping(self.norms, self.fp32_sums, self._states)
         self.expert_streams = ExpertStreams(
-            Prefetcher(parts, config.placement.slots, meter),
-            CallOrder(len(parts), leader=self.passes.order),
+            Prefetcher(expert_parts, config.placement.slots, meter),
+            CallOrder(len(expert_parts), leader=self.passes.order),
             self.offloader,
             torch.zeros((), device=streams.device, requires_grad=True),
             lambda: self.fake_run is not None,
         )
         self.states_on_device = StatesOnDevice(streams, self.worker, kernels, shared)
-        if streams.is_cuda:  # else each of the worker's launches would go by the first GPU, and make a context there
-            self.worker.submit("the device", functools.partial(torch.cuda.set_device, streams.h2d_stream.device_index))
+        if streams.is_cuda:
+            # A thread's current GPU is at first the first one, where the worker's launches would make a context.
+            self.worker.submit(
+                "setting the worker's device", functools.partial(torch.cuda.set_device, streams.h2d_stream.device_index)
+            )
         _running.add(self)
 
     @property
@@ -155,37 +164,37 @@ class StreamingRuntime:
 
     @token_tile.setter
     def token_tile(self, tokens: int) -> None:
-        for parts in (self.outside_tiles, *(layer.tiles for layer in self.layers)):
-            parts.tile_tokens = tokens
+        for tiles in (self.outside_tiles, *(layer.tiles for layer in self.layers)):
+            tiles.tile_tokens = tokens
 
     @property
     def units(self) -> list[HostUnit]:
         """All host units: layers, experts that stream in parts, then resident groups."""
-        return [part.unit for part in self.parts]
+        return [owner.unit for owner in self.unit_owners]
 
     @property
     def promised_bytes(self) -> int:
         """Host memory that will be needed and isn't allocated yet, see :meth:`HostUnit.promise`."""
         return self.offloader.promised_bytes + sum(unit.promised_bytes for unit in self.units)
 
-    def in_forward_order(self) -> list[Part]:
-        """All parts in the order in which the next forward needs them, which is that of their steps: the experts of a layer
-        behind it, groups where they stand among the layers."""
-        parts: list[Part] = [*self.groups, *self.layers, *self.experts]
-        return sorted(parts, key=lambda part: part.layers_before if isinstance(part, ResidentGroup) else part.index)
+    def in_forward_order(self) -> list[UnitOwner]:
+        """All owners of units in the order in which the next forward needs them, which is that of their steps: groups before
+        the layer that follows them, experts behind their layer. Sorting keeps the order below for equal keys."""
+        owners: list[UnitOwner] = [*self.groups, *self.layers, *self.experts]
+        return sorted(owners, key=lambda owner: owner.layers_before if isinstance(owner, ResidentGroup) else owner.index)
 
     @property
     def gradients_leave(self) -> bool:
         """Whether gradients of any layer are offloaded to the host."""
-        return any(not layer.unit.is_on_device for layer in self.layers) or any(at.has_trainable for at in self.experts)
+        return any(not layer.unit.is_on_device for layer in self.layers) or any(e.has_trainable for e in self.experts)
 
     def state_of(self, parameter: torch.Tensor) -> ParameterState | None:
         """Returns the parameter's state in the host store, or None if it isn't this model's."""
         return self._states.get(id(parameter))
 
-    def part_of(self, state: ParameterState) -> Part:
+    def owner_of(self, state: ParameterState) -> UnitOwner:
         """Returns the layer, experts or group whose unit has the parameter."""
-        return self._parts[id(state)]
+        return self._owners[id(state)]
 
     def trains(self, parameter: torch.Tensor) -> bool:
         """Whether it is a parameter of this model that was trainable when the model was prepared."""
@@ -205,11 +214,11 @@ class StreamingRuntime:
         if self.fake_run is not None:
             return with_copies(functools.partial(self.fake_run, layer), *without_caches(args, kwargs))
         has_graph = torch.is_grad_enabled()
-        if not has_graph and layer.index in self._all_held:
-            with bound(layer, self._all_held[layer.index].views(layer.unit.layout)):
+        if not has_graph and layer.index in self._plain_slots:
+            with bound(layer, self._plain_slots[layer.index].views(layer.unit.layout)):
                 return layer.forward(*args, **kwargs)
         if self.clipping.factors or self.clipping.stepped:  # a cheap check, since every call of a layer comes here
-            self._scale_clipped(others_follow=has_graph)
+            self._scale_clipped(more_gradients_follow=has_graph)
         if has_graph:
             layer.refuse_unfrozen()
             arguments = without_caches(args, kwargs)
@@ -233,38 +242,40 @@ class StreamingRuntime:
         try:
             self.passes.wait_for_head(layer)
             with bound(layer, slot.views(layer.unit.layout)):
-                if self.calls.real is None:
+                if self.calls.real_tokens is None:
                     return layer.run(args, kwargs)
-                row, args, kwargs = layer.unpadded.in_a_row(self.calls.real, args, kwargs)
+                row, args, kwargs = layer.unpadded.in_a_row(self.calls.real_tokens, args, kwargs)
                 return batch_of(row, layer.run(args, kwargs, row))
         finally:
             self.prefetcher.release(slot)
 
-    def looks_before(self, is_next_token: bool) -> bool:
-        """Whether free memory and writes to weights are checked before this forward of the whole model, without a graph."""
-        self._tokens = self._tokens + 1 if is_next_token else 0
-        return self._tokens == 0 or self._tokens % TOKENS_BETWEEN_LOOKS == 1
+    def checks_before_forward(self, is_next_token: bool) -> bool:
+        """Counts this forward of the whole model, without a graph. Returns whether free memory and writes to weights are to be
+        checked before it: always, but in a generation only every few tokens."""
+        self._next_tokens = self._next_tokens + 1 if is_next_token else 0
+        return self._next_tokens == 0 or self._next_tokens % TOKENS_BETWEEN_CHECKS == 1
 
-    def begin_forward(self, looks: bool) -> None:
-        """Begins a forward of the whole model without a graph, for which :meth:`looks_before` returned ``looks``. If all
-        layers are held or live on the device, their weights are made valid, and they run as plain modules until it is over."""
-        held = {} if self.experts or self.token_tile else self.prefetcher.all_held()
-        if held and looks:
+    def begin_forward(self, checks_writes: bool) -> None:
+        """Begins a forward of the whole model without a graph. If all layers have slots of their own (held for evaluations, or
+        on the device), they run as plain modules until it is over, unless ``checks_writes`` finds that one was written to."""
+        own_slots = {} if self.experts or self.token_tile else self.prefetcher.own_slots_of_all()
+        if own_slots and checks_writes:
             with unwatched():
                 if written_among([state.handle for layer in self.layers for state in layer.unit.states]):
-                    return  # each layer takes over what was written
-        if held:
-            self._scale_clipped(others_follow=False)
+                    return  # a layer takes over what was written when it is fetched
+        if own_slots:
+            self._scale_clipped(more_gradients_follow=False)
             for group in self.groups:  # some code reads the head's weight without calling the head
                 group.wait_for_step()
-        self._all_held = held
+        self._plain_slots = own_slots
 
     def end_forward(self) -> None:
-        self._all_held = {}
-        self.calls.real = None
+        """Called when a forward of the whole model ends, or the next one begins if an exception interrupted it."""
+        self._plain_slots = {}
+        self.calls.real_tokens = None
         if self.passes.is_together:
             self.passes.is_together = False
-            self.prefetcher.issue_all()
+            self.prefetcher.issue_all()  # gathers that were chosen, for which other ranks may wait
 
     @property
     def _nothing_streams(self) -> bool:
@@ -273,7 +284,7 @@ class StreamingRuntime:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the model fits the device with its states and activations, so that layers run as plain modules."""
+        """Whether the model fits the device with its states and activations, so that training runs layers as plain modules."""
         return self._nothing_streams and self.runs_whole and len(self.calls.policy.kept) == len(self.layers)
 
     @property
@@ -288,41 +299,44 @@ class StreamingRuntime:
         layer.own_parameters()
         self._refresh(layer)
         self.passes.wait_for_head(layer)
-        row, args, kwargs = layer.unpadded.in_a_row(self.calls.real, args, kwargs)
-        captures, budget = self.compiled.wants(layer, row), self.calls.policy.budgets[1]
+        row, args, kwargs = layer.unpadded.in_a_row(self.calls.real_tokens, args, kwargs)
+        captures = self.compiled.wants(layer, row)
+        _, budget_of_kept = self.calls.policy.budgets
         with named_range(f"megatrain::forward ({layer.name})"), without_autocast_cache():
-            output = batch_of(row, self.compiled.run(layer, captures, args, kwargs, budget, row))
+            output = batch_of(row, self.compiled.run(layer, captures, args, kwargs, budget_of_kept, row))
         # The graph holds the hook, which keeps ``open_forward`` alive.
-        begins = functools.partial(weakly(self.passes.backward_begins), open_forward)
+        note_backward = functools.partial(weakly(self.passes.note_backward), open_forward)
         for tensor in taken_apart(output)[0]:
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(begins)
+                tensor.register_hook(note_backward)
         return output
 
     def resident_gradient_ready(self, parameter: torch.Tensor) -> None:
-        """Called when a resident's gradient is complete: its copy to the host begins while layers are still in backward."""
-        self.passes.backward_begins()
+        """Called when autograd has accumulated a resident's gradient in a backward. In the last one before a step its copy to
+        the host begins while layers are still in backward."""
+        self.passes.note_backward()
         if self.offloader.exchange is not None:
             return  # the ranks' gradients are exchanged at the end, in one order on all of them
         state = self._states[id(parameter)]
-        self.sums.unstash(state)
-        if self.offloader.gradients_complete():
-            self.offloader.fetch(self.part_of(state), [state])
+        self.fp32_sums.unstash(state)
+        if self.offloader.is_last_backward():
+            self.offloader.fetch(self.owner_of(state), [state])
 
     def _backward_is_over(self, task: int, succeeded: bool) -> None:
         """Called when a backward ends: completes what it made, or takes that back if an exception ended it."""
-        self.calls.end(task, succeeded)
-        self.passes.backward_ends(task, succeeded)
+        self.calls.end_backward(task, succeeded)
+        self.passes.end_backward(task, succeeded)
         if not succeeded:
             return
         self.activations.settle()
         self.worker.raise_if_failed()
         self.meter.harvest()  # while the GPU is busy; without logs its events would pile up over the steps
-        is_complete, exchange = self.offloader.gradients_complete(), self.offloader.exchange
+        is_last_backward = self.offloader.is_last_backward()
+        exchange = self.offloader.exchange
         if exchange is not None:
             trained = [state for state in self._states.values() if state.row is not None]
-            exchange.exchange_accumulated(self.sums, trained, drops=is_complete)
-        if not is_complete:
+            exchange.exchange_accumulated(self.fp32_sums, trained, drops=is_last_backward)
+        if not is_last_backward:
             self.watch.begin()
         else:
             for group in self.groups if exchange is not None else ():
@@ -340,12 +354,12 @@ class StreamingRuntime:
     def may_step_in_backward(self, layer: Streamed) -> bool:
         """Whether the layer can't get another gradient before the step."""
         is_reached = id(layer.unit) in self.outside.reached
-        return self.offloader.gradients_complete() and self.passes.is_only_call(layer) and not is_reached
+        return self.offloader.is_last_backward() and self.passes.is_only_call(layer) and not is_reached
 
     def before_group_use(self, group: ResidentGroup) -> None:
-        """Makes a group's weights valid. Called before a module runs that reads them."""
+        """Called before a module runs that reads a group's weights: makes them those of the last step, or what was written."""
         if self.fake_run is None:
-            self._scale_clipped(others_follow=torch.is_grad_enabled())
+            self._scale_clipped(more_gradients_follow=torch.is_grad_enabled())
             group.refresh_if_written()
             group.wait_for_step()
             if self.watch.is_on:
@@ -353,35 +367,37 @@ class StreamingRuntime:
 
     @property
     def gathers_groups(self) -> bool:
-        """Whether ranks gather the groups that they step on their devices. Their common plan tells: a single rank may
-        have moved its units for an evaluation, or have no share of a small group."""
+        """Whether ranks step groups on their devices, and gather the stepped weights. The ranks' common plan decides, since a
+        single rank may have moved its units for an evaluation, or have no share of a small group."""
         planned = self.calls.policy
         return self.prefetcher.gathers and bool(planned.states_on_device) and not planned.groups_on_device
 
     @property
     def states_may_move(self) -> bool:
         """Whether states may live on the device: every optimizer can step there, and kernels for its moments exist."""
-        return not any(stepper.works_on_host for stepper in self.steppers) and self.config.moments_dtype != "int8"
+        return not any(stepper.needs_states_on_host for stepper in self.steppers) and self.config.moments_dtype != "int8"
 
     @property
     def open_forwards(self) -> int:
         """Number of forward passes whose backward is still to come. Until then no unit may move."""
-        return len(self.passes.open)
+        return len(self.passes.open_forwards)
 
     # ------------------------------------------------------------------ placement
 
     def place(self, on_device: Collection[int], groups_on_device: bool, states_on_device: Collection[int] = ()) -> None:
         """Moves the units of layers ``on_device`` (indices), and with ``groups_on_device`` those of groups, to the device, all
-        others to the host. Layers ``states_on_device`` live on the host and are stepped on the device. If there are any, so
-        are groups on the host. Between steps only. Waits for work in flight. A StepWorkerError if an earlier step failed."""
-        targets: list[tuple[Part, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
+        others to the host. Layers ``states_on_device`` that are on the host are stepped on the device, which has residuals and
+        moments of this rank's share (what it steps). With any such layer, so are groups on the host. May be called between
+        steps only. Waits for work in flight. Raises a StepWorkerError if an earlier step failed."""
+        targets: list[tuple[UnitOwner, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
         targets += [(group, groups_on_device) for group in self.groups]
-        stepped: list[Part] = [layer for layer in self.layers if layer.index in states_on_device]
+        stepped: list[UnitOwner] = [layer for layer in self.layers if layer.index in states_on_device]
         stepped += self.groups if stepped else []
-        whole = {id(part) for part, comes in targets if comes}
-        shares = [part.unit for part in stepped if id(part) not in whole and part.unit.share.begin < part.unit.share.end]
-        changes = shares != self.states_on_device.units
-        if not changes and all(part.unit.is_on_device == comes for part, comes in targets):
+        whole = {id(owner) for owner, comes in targets if comes}
+        units = [owner.unit for owner in stepped if id(owner) not in whole]
+        with_states = [unit for unit in units if unit.share.begin < unit.share.end]
+        changes = with_states != self.states_on_device.units
+        if not changes and all(owner.unit.is_on_device == comes for owner, comes in targets):
             return
         # A forward in inference mode may call this to make room. What it leaves behind must be ordinary tensors.
         with torch.inference_mode(False), torch.no_grad():
@@ -390,33 +406,33 @@ class StreamingRuntime:
             self.offloader.wait()
             self.streams.synchronize()
             if changes:  # other ranks, too, have states of a unit that moves to the device whole
-                self.states_on_device.bring(of_all=any(comes and not part.unit.is_on_device for part, comes in targets))
+                self.states_on_device.bring(of_all=any(comes and not owner.unit.is_on_device for owner, comes in targets))
                 self.states_on_device.place([])
             self._relocate(targets)
             if self.offloader.takes_gradients:
                 self.offloader.allocate_slots(self.gradients_leave)
             if changes:
-                self.states_on_device.place(shares)
+                self.states_on_device.place(with_states)
 
-    def _relocate(self, targets: Sequence[tuple[Part, bool]]) -> None:
+    def _relocate(self, targets: Sequence[tuple[UnitOwner, bool]]) -> None:
         """Moves units between the host and the device. ``targets`` says of each layer and group whether it is to live on the
         device. A torch.OutOfMemoryError or HostMemoryError if a unit doesn't fit: those before it have moved then."""
-        leaving = [part for part, stays in targets if part.unit.is_on_device and not stays]
-        arriving = [part for part, comes in targets if comes and not part.unit.is_on_device]
+        leaving = [owner for owner, stays in targets if owner.unit.is_on_device and not stays]
+        arriving = [owner for owner, comes in targets if comes and not owner.unit.is_on_device]
         device = self.streams.device
         kernels = device_kernels(device, self.kernels) if arriving else self.kernels
         # Slots of single layers hold memory of units that leave the device.
         self.prefetcher.drop_own_slots()
         try:
             # Those that leave come first, and free memory for those that arrive.
-            for parts, *where in ((leaving, None, self.kernels), (arriving, device, kernels)):
-                for part in parts:
-                    part.unit.move(*where)
-                    if isinstance(part, ResidentGroup):
-                        part.show_device_weights()
-                    for state in part.unit.states:
+            for owners, *where in ((leaving, None, self.kernels), (arriving, device, kernels)):
+                for owner in owners:
+                    owner.unit.move(*where)
+                    if isinstance(owner, ResidentGroup):
+                        owner.show_device_weights()
+                    for state in owner.unit.states:
                         state.normed = None
-                    self.outside.moved(part.unit)
+                    self.outside.moved(owner.unit)
                 torch.cuda.empty_cache()  # the freed blocks have sizes that others don't ask for
         finally:
             self.prefetcher.note_moves()
@@ -437,9 +453,9 @@ class StreamingRuntime:
         self.calls.settle()
         self.offloader.wait()
         self.clipping.refuse_written()
-        if self.clipping.has_stepped():  # and they weren't dropped: the next step must find them scaled
+        if self.clipping.has_stepped():  # nobody dropped the gradients of a step: the next one must find them scaled
             self.worker.drain()
-            self.clipping.settle_stepped(others_follow=False)
+            self.clipping.settle_stepped(more_gradients_follow=False)
         for group in self.groups:
             self.offloader.fetch(group, group.unit.states)
         self._send_norms()
@@ -464,36 +480,37 @@ class StreamingRuntime:
             exchange.require_equal(float(self.clipping.total_norm(parameters)))
         norm = self.clipping.clip(parameters, max_norm)
         if self.open_forwards:
-            self.clipping.settle(others_follow=True)  # the backwards of the open forwards add to them
+            self.clipping.settle(more_gradients_follow=True)  # the backwards of the open forwards add to them
         elif self.clipping.has_unscaled():
             self.watch.begin()
         return norm
 
     # ------------------------------------------------------------------ state as a whole
 
-    def _scale_clipped(self, others_follow: bool) -> None:
-        """Scales clipped gradients before a forward, since somebody may read them afterwards, or add to them."""
+    def _scale_clipped(self, more_gradients_follow: bool) -> None:
+        """Scales clipped gradients before a forward. Afterwards somebody may read them, or, if ``more_gradients_follow``, a
+        backward adds to them."""
         with unwatched():
             if self.clipping.has_unscaled():
                 self.worker.drain()
-                self.clipping.settle(others_follow)
+                self.clipping.settle(more_gradients_follow)
 
     def settle(self) -> None:
         """Makes weights and gradients what plain PyTorch would show. Raises a StepWorkerError if a step failed."""
         self.offloader.wait()
         self.drain()
         self.refresh_if_written()
-        self.clipping.settle(others_follow=False)
+        self.clipping.settle(more_gradients_follow=False)
 
     def drain(self) -> None:
         """Blocks until all submitted work is applied and visible on host and device. A StepWorkerError if some failed."""
-        self._tokens = 0  # the caller may write to weights: a generation's next forward checks for that
+        self._next_tokens = 0  # the caller may write to weights: a generation's next forward checks for that
         self.worker.drain()
         for group in self.groups:
             group.wait_for_step()
         if self.ranks is not None:
-            for part in self.parts:
-                part.gate.wait()
+            for owner in self.unit_owners:
+                owner.gate.wait()
 
     def begin_loading(self) -> None:
         """Called when ``load_state_dict`` is about to write to weights."""
@@ -503,17 +520,17 @@ class StreamingRuntime:
 
     def refresh_if_written(self) -> None:
         """Takes over weights that somebody wrote to any parameter since the last check."""
-        for part in self.parts:
-            self._refresh(part)
+        for owner in self.unit_owners:
+            self._refresh(owner)
 
-    def _refresh(self, part: Part) -> None:
-        version = part.unit.version
-        part.refresh_if_written()
-        if part.unit.version != version:
-            self.outside.moved(part.unit)  # autograd made new nodes if data of another dtype were there for a while
+    def _refresh(self, owner: UnitOwner) -> None:
+        version = owner.unit.version
+        owner.refresh_if_written()
+        if owner.unit.version != version:
+            self.outside.moved(owner.unit)  # autograd made new nodes if data of another dtype were there for a while
 
     def close(self) -> None:
-        """Ends the worker and gives the parameters back to ordinary host memory, masters in full precision."""
+        """Ends the worker, and gives the parameters ordinary host memory with their masters, which are in full precision."""
         self.watch.end()
         with contextlib.suppress(StepWorkerError, RankError):
             self.drain()
@@ -523,8 +540,8 @@ class StreamingRuntime:
         self.states_on_device.place([])
         for handle in self._handles:
             handle.remove()
-        for part in (self.outside, self.offloader, self.activations, self.norms):
-            part.close()
+        for closed in (self.outside, self.offloader, self.activations, self.norms):
+            closed.close()
         for unit in self.units:
             unit.release()
         # Frees their memory: an optimizer that outlives the engine holds the runtime through its driver.
@@ -533,5 +550,5 @@ class StreamingRuntime:
         for layer in (*self.layers, *self.experts):
             layer.release()
         self._states.clear()
-        self._parts.clear()
+        self._owners.clear()
         self.offloader.slots.clear()

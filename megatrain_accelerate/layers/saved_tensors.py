@@ -80,9 +80,9 @@ class SavedTensors:
             address = -1
         if (slot := self._slot_at(address)) is not None:
             place = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
-            place = slot.places.setdefault(place, place)
+            place = slot.interned_places.setdefault(place, place)
             # Faster than SlotPlace(...), which is a Python function.
-            return tuple.__new__(SlotPlace, (slot.reader or slot.require_reader(), place))
+            return tuple.__new__(SlotPlace, (slot.current_call or slot.require_current_call(), place))
         if self._outer is not None:
             return self._outer[0](tensor)
         if not tensor.is_leaf:

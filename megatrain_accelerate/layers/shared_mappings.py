@@ -84,9 +84,9 @@ def no_writes_into(args: Args, kwargs: Kwargs, layer: str) -> Iterator[None]:
         changed.append("list or dict")
     if changed:
         raise UnsupportedError(
-            f"layer {layer} writes into an argument ({', '.join(changed)}), which other layers wouldn't see and "
-            "gradients couldn't pass. A model whose layers hand tensors on in this way can't be trained with megatrain "
-            "yet; name other layers in megatrain_config.layer_classes if larger blocks keep it to themselves"
+            f"layer {layer} writes into an argument ({', '.join(changed)}); the change would be lost for other layers and "
+            "have no gradient. Set megatrain_config.layer_classes to larger blocks that contain both the layers that write "
+            "and those that read it; a model without such blocks can't be trained with megatrain yet"
         )
 
 

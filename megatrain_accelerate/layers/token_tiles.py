@@ -384,7 +384,7 @@ def _examine(call: PartCall, dim: int, device: torch.device) -> str | None:
     if versions != [tensor._version for tensor in inputs]:
         return "it writes to its inputs"
     if not whole.is_floating_point() or not bool(whole.isfinite().all()):
-        return "it returns other than finite numbers for made-up tokens"
+        return "it returns integers, or non-finite numbers, for made-up tokens"
     for token in _SPOILT:
         spoilt = [tensor.clone() for tensor in inputs]
         for tensor in spoilt:
@@ -398,9 +398,9 @@ def _examine(call: PartCall, dim: int, device: torch.device) -> str | None:
     if alone.shape != expected.shape:
         return "it doesn't return one tensor of a row for each token"
     if float((alone - expected).abs().max()) > TOLERANCE * float(expected.abs().max()):
-        return "a token's output depends on its place"
+        return "a token's output depends on its position"
     if watch.made_bytes < _WORTH_TILING * whole.nbytes:
-        return "it makes little besides its output"
+        return "it allocates little besides its output"
     return None
 
 
@@ -426,9 +426,10 @@ class _Watch(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.decision = "it draws random numbers"
         elif func is torch.ops.aten._local_scalar_dense.default or counts:
-            self.decision = "it decides by values"
+            self.decision = "it makes discrete choices that depend on values"
         elif any(word in str(func) for word in _MIXING):
-            self.decision = "it takes from neighbours"  # maybe from further away than the trial's tokens reach
+            # maybe from further away than the trial's tokens reach
+            self.decision = "it may combine neighbouring tokens (convolution, shift, cumulative sum)"
         return result
 
 

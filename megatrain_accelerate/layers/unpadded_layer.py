@@ -97,7 +97,7 @@ class UnpaddedLayer:
         children = [child for child in self._module.modules() if child is not self._module]
         # Llama 4 scales queries by their index in the row, from some thousands of tokens on.
         if any(getattr(at, "attn_temperature_tuning", False) and not getattr(at, "use_rope", False) for at in children):
-            return "it counts tokens by itself"
+            return "its queries are scaled by position in the row"
         shapes = tuple((tensor.shape[2:], tensor.dtype, tensor.device.type) for tensor in tensors)
         tried = functools.partial(tried_out, self._module, tensors[0].device, trial)
         return reason_against(self._module, children, (key, code_of(self._module), shapes), tried)
@@ -146,7 +146,10 @@ class SampleAttention(TorchFunctionMode):
             return func(*args, **kwargs)
         query, key, value, others = causal_attention(args, kwargs)
         if any((len(t), t.shape[2]) != (1, len(self._real.index)) for t in (query, key, value)):
-            raise UnsupportedError(f"attention to other tokens than those of the row can't leave padding out{_REMEDY}")
+            raise UnsupportedError(
+                "a layer's attention uses queries or keys that aren't the batch's tokens, which isn't supported where padding "
+                f"is left out{_REMEDY}"
+            )
         real = self._real
         return attend_within_samples(query, key, value, real.begins, max(real.counts), counts=real.counts, **others)
 
@@ -158,7 +161,9 @@ def causal_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[An
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     query, key, value = (given.pop(name) for name in names[:3])
     if given.pop("attn_mask", None) is not None or given.pop("is_causal", False) is not True:
-        raise UnsupportedError(f"attention with a mask, or to later tokens, can't leave padding out{_REMEDY}")
+        raise UnsupportedError(
+            f"a layer's attention has a mask or isn't causal, which isn't supported where padding is left out{_REMEDY}"
+        )
     return query, key, value, given
 
 
@@ -191,7 +196,10 @@ def attend_within_samples(
         )
         return made[0].transpose(0, 1)[None]
     if counts is None and query.is_cuda:
-        raise UnsupportedError("attention of a compiled row needs flash attention, which doesn't take these heads")
+        raise UnsupportedError(
+            "a compiled layer that leaves padding out needs flash attention, which is switched off or doesn't support head "
+            f"size {size} (of values: {value.shape[3]}) in {query.dtype} on this GPU{_REMEDY}"
+        )
     if counts is None:
         places = torch.arange(query.shape[2], device=query.device)
         sample = torch.bucketize(places, begins, right=True)
@@ -243,14 +251,14 @@ def _examine(
     if not all(bool(found.isfinite().all()) for found in gradients(spoilt(slice(0, first)))):
         return "gradients of a sample depend on other samples"
     if not whole or any(made.shape[:2] != (1, first + second) or not made.is_floating_point() for made in whole):
-        return "it returns other than one row for each token"
+        return "it doesn't return one row of floating-point numbers for each token"
     if not all(bool(made.isfinite().all()) for made in (*whole, *beside, *before)):
         return "a sample's results depend on other samples"
     alone = run([_cut(tensor, role, slice(first, None)) for tensor, role in zip(row, roles, strict=True)])
     for made, expected in zip(whole, alone, strict=True):
         difference = (made[:, first:] - expected).abs().max()
         if float(difference) > TOLERANCE * float(expected.abs().max()):
-            return "a sample's results depend on its place"
+            return "a sample's results depend on its position in the row"
     return None
 
 

@@ -1,4 +1,5 @@
-"""Adam and AdamW by the fused kernel: when each unit is stepped, and with which constants."""
+"""Adam and AdamW by the fused kernel: when each unit is stepped, and with which constants. A ``state`` is a parameter's in the
+store. An ``entry`` is what ``optimizer.state`` has for the parameter, and a group is one of ``optimizer.param_groups``."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.buffers import refuse_unstepped
 from megatrain_accelerate.kernels.host import AdamArguments, ParameterStep
 from megatrain_accelerate.layers.layer import ExpertPart, StreamedExperts
-from megatrain_accelerate.layers.resident import Part, ResidentGroup
+from megatrain_accelerate.layers.resident import ResidentGroup, UnitOwner
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.optim.host_step import Found, HostStep, narrowed_to, parameters_of
 from megatrain_accelerate.optim.moment_states import (
@@ -52,12 +53,13 @@ def refuse_unfused(groups: Iterable[dict[str, Any]]) -> None:
 
 def _next_steps(entries: Sequence[dict[str, Any]]) -> list[int]:
     """The number of each parameter's next step."""
-    # All at once: in each operation the worker may take the interpreter lock, and release it late.
+    # In one operation for all: in each operation the worker may take the interpreter lock, and release it late.
     return [int(step) + 1 for step in torch.stack([entry["step"] for entry in entries]).tolist()] if entries else []
 
 
 def _versions(states: Iterable[ParameterState]) -> list[tuple[int, int]]:
-    """The versions of each parameter's weight and of its gradient on the host."""
+    """The versions of each parameter's weight and of its gradient on the host. In ``step()`` each has a gradient there, since
+    ``step()`` refuses those that pass (``host_gradients: passing``)."""
     return [(state.parameter._version, state.gradient._version) for state in states if state.gradient is not None]
 
 
@@ -73,12 +75,13 @@ def _refuse_written(unit: HostUnit, states: Sequence[ParameterState], versions_t
 
 
 def _refuse_rewritten(done: Iterable[Step]) -> None:
-    """Raises a ``StateError`` if gradients with which layers were stepped in backward aren't what they were."""
+    """Raises a ``StateError`` if gradients with which layers were stepped in backward have changed since."""
     if rewritten := sum(not state.has_norm or state.is_rewritten for state, _ in done):
         raise StateError(
             f"{rewritten} gradients were changed, replaced or dropped between backward and step() (by a callback, a hook or "
-            "clipping in the script), but their layers were stepped in backward already, since max_grad_norm is 0; set "
-            "megatrain_config.step_schedule to 'deferred' (and host_gradients to 'kept')"
+            "clipping in the script), but their layers were stepped in backward already, since step_schedule is "
+            "'backward' ('auto' chooses it where max_grad_norm is 0); set megatrain_config.step_schedule to 'deferred' (and "
+            "host_gradients to 'kept')"
         )
 
 
@@ -89,9 +92,9 @@ def _step_on_device(units: Iterable[tuple[HostUnit, Sequence[Step]]]) -> None:
         gradient = state.parameter.grad
         assert gradient is not None
         assert state.moments is not None
-        of_sum = state.gradient_residual if state.handle.has_fp32_sum else None
+        grad_residual = state.gradient_residual if state.handle.has_fp32_sum else None
         tensors = (state.weight, state.residual, state.moments, gradient.contiguous())
-        found.append(ParameterStep(*tensors, arguments, of_sum, state.entry.state_offset or 0))
+        found.append(ParameterStep(*tensors, arguments, grad_residual, state.entry.state_offset or 0))
     if stepped:
         stepped[0][0].kernels.adamw_of_many(found)
     for unit, steps in stepped:
@@ -104,7 +107,7 @@ def _step_on_device(units: Iterable[tuple[HostUnit, Sequence[Step]]]) -> None:
 class FusedStep(HostStep):
     """Adam and AdamW by the fused kernel, stepped deferred, serially or in backward (``config.step_schedule``)."""
 
-    works_on_host = False
+    needs_states_on_host = False  # each unit is stepped where its states are
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> None:
         self._is_adamw = isinstance(optimizer, AdamW)
@@ -113,16 +116,17 @@ class FusedStep(HostStep):
         super().__init__(optimizer, runtime)
         self._group_of: dict[int, dict[str, Any]] = {}
         self._stepped_in_backward: dict[int, Step] = {}
-        # Views of an earlier engine's store would keep all of its memory alive.
+        # For parameters that aren't trained any more the optimizer may have views of an earlier engine's store, which would
+        # keep all of that store's memory alive.
         idle = [p for p in parameters_of(optimizer) if not runtime.trains(p) and id(p) in self._trained_before]
         own_copies([optimizer.state.get(parameter) for parameter in idle], runtime.config.host_memory_gib)
         self.schedule = schedule
-        self.then: str | None = None
+        self.next_schedule: str | None = None
         """The schedule from the next :meth:`step` on, if it changes then."""
 
     @property
     def _optimizer(self) -> Optimizer:
-        assert self.optimizer is not None, "only the optimizer itself asks for what is its own"
+        assert self.optimizer is not None, "the user's optimizer was garbage-collected"
         return self.optimizer
 
     def hold(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -133,7 +137,7 @@ class FusedStep(HostStep):
         for parameter in parameters:
             state = self.runtime.state_of(parameter)
             if id(parameter) in new and state is not None and state.row is not None:
-                unit = self.runtime.part_of(state).unit
+                unit = self.runtime.owner_of(state).unit
                 unit.promise("moments")
                 if unit.is_on_device:
                     unit.allocate("moments")  # before activations take the memory that the plan meant for them
@@ -142,10 +146,10 @@ class FusedStep(HostStep):
     def import_state(self, state: ParameterState, values: dict[str, Any]) -> None:
         """Sets a parameter's moments, step and residual from an optimizer's state for it. An empty one means zero moments."""
         if values:
-            self.runtime.part_of(state).unit.allocate("moments")
+            self.runtime.owner_of(state).unit.allocate("moments")
         if state.moments is None:
             return
-        self.runtime.part_of(state).unit.bring_states()
+        self.runtime.owner_of(state).unit.bring_states()
         take_over(state, values)
         if not values:
             self._shown.discard(id(state.parameter))
@@ -158,12 +162,12 @@ class FusedStep(HostStep):
     @property
     def steps_in_backward(self) -> bool:
         """Whether layers are stepped in backward, either already or from the next :meth:`step` on."""
-        return "backward" in (self.schedule, self.then)
+        return "backward" in (self.schedule, self.next_schedule)
 
     def retire(self, why: str, copies: bool = False) -> None:
         super().retire(why, copies)
         states = {} if self.optimizer is None else self.optimizer.state
-        # In place: a script may hold these very entries, above all in a state_dict().
+        # The entries are changed in place: a script may hold these very dicts, above all in a state_dict().
         entries = [entry for parameter, entry in states.items() if id(parameter) in self.parameter_ids]
         for entry in entries:
             entry.pop(RESIDUAL_KEY, None)  # residuals belong to the weights
@@ -194,14 +198,14 @@ class FusedStep(HostStep):
             if not self.is_retired and state is not None and state.entry.spec.trainable:
                 self.import_state(state, entry)
             elif self.is_retired or (state is not None and entry):
-                # Kept for a frozen parameter until it is trained again.
+                # Kept until the frozen parameter is trained again, or the optimizer of a retired driver is prepared again.
                 optimizer.state[parameter] = dict(entry)
 
     def _entry(self, states: dict[Any, dict[str, Any]], state: ParameterState) -> dict[str, Any]:
         """Returns the entry of a parameter in the optimizer's ``states``, with moments, which are allocated if missing. If a
-        script emptied or changed the entry, the store takes that over after the queued steps that still write moments."""
+        script emptied or changed the entry, the store takes that over after the queued steps, which still write moments."""
         if state.moments is None:
-            self.runtime.part_of(state).unit.allocate("moments", touch=False)  # the step touches them while nobody waits
+            self.runtime.owner_of(state).unit.allocate("moments", touch=False)  # the step touches them while nobody waits
         if id(state.parameter) not in self.parameter_ids:  # a script put it into a group
             self.hold([state.parameter])
         entry = states[state.parameter]
@@ -233,51 +237,52 @@ class FusedStep(HostStep):
         return steps
 
     def _submit(
-        self, part: Stepped, steps: list[Step], before: Callable[[], bool] | None = None, experts: ExpertPart | None = None
+        self, owner: Stepped, steps: list[Step], may_step: Callable[[], bool] | None = None, part: ExpertPart | None = None
     ) -> None:
-        """Queues the step of a part, or of some of its ``experts``, for the worker. Its gate is closed until the step is
-        applied. The worker skips the step if ``before`` returns False."""
-        unit, group = part.unit, part if isinstance(part, ResidentGroup) else None
+        """Queues the step of an owner's unit, or of a ``part`` of its experts, for the worker. The gate of the owner or part
+        is closed until all ranks have applied the step. In backward the worker skips it if ``may_step`` returns False."""
+        unit, group = owner.unit, owner if isinstance(owner, ResidentGroup) else None
         segments = plan_segments(steps)
-        if experts is not None:
-            segments = segments_of_experts(segments, unit.states, experts.experts)
-        if (shared := unit.shared) is not None:
+        if part is not None:
+            segments = segments_of_experts(segments, unit.states, part.experts)
+        if (shared_unit := unit.shared) is not None:
             segments = segments_between(segments, unit.share.begin, unit.share.end)
-        parameters = sum(segment.elements for segment in segments)
-        meter, on_device, states = self.runtime.meter, self.runtime.states_on_device, unit.device_states
-        if states is not None:
-            states.refuse_written(unit.name, [state for state, _ in steps])
+        elements = sum(segment.elements for segment in segments)
+        meter, states_on_device, device_states = self.runtime.meter, self.runtime.states_on_device, unit.device_states
+        if device_states is not None:
+            device_states.refuse_written(unit.name, [state for state, _ in steps])
         is_gathered = group is not None and self.runtime.gathers_groups
         readers_finished_event = group.announce_push() if group is not None and not is_gathered else None
-        # In backward the worker may still add up gradients. step() checks those.
-        written = [] if before is not None else [state for state, _ in steps]
-        versions = _versions(written)
+        # In backward nothing is checked here: the worker may still add up the gradients, which step() checks.
+        checked = [] if may_step is not None else [state for state, _ in steps]
+        versions = _versions(checked)
 
         def work() -> None:
-            if before is not None and not before():
+            if may_step is not None and not may_step():
                 return
-            _refuse_written(unit, written, versions)
-            with meter.stepping(parameters):
-                if states is not None:
-                    on_device.step(unit, states, segments, expected)
+            _refuse_written(unit, checked, versions)
+            with meter.stepping(elements):
+                if device_states is not None:
+                    states_on_device.step(unit, device_states, segments, announced)
                 else:
                     step_segments(unit.layout, unit.flat_states, segments, unit.kernels)
                     unit.memory["moments"].is_touched = True
-            _refuse_written(unit, written, versions)
-            if shared is not None:
-                shared.note_applied()
+            _refuse_written(unit, checked, versions)
+            if shared_unit is not None:
+                shared_unit.note_applied()
             if group is not None and not is_gathered:
-                if of_all is not None:
-                    of_all.wait()
+                if step_of_all is not None:
+                    step_of_all.wait()
                 group.push_weights(readers_finished_event)
 
-        # In backward gradients may still be in flight.
-        expected = states.expect(unit.flat_states) if states is not None and segments and before is None else None
+        # In backward gradients may still be in flight to the host. Those announced here may be copied to the device at once.
+        may_announce = segments and may_step is None
+        announced = device_states.expect(unit.flat_states) if device_states is not None and may_announce else None
         # Device copies are stale from here on, even before the worker has applied the step.
         unit.version += 1
-        of_all = None if shared is None else shared.next_step(unit.name)
-        own = self.runtime.worker.submit(f"step ({unit.name})", work)
-        (experts or part).gate.close_until(own, *([] if of_all is None else [of_all]))
+        step_of_all = None if shared_unit is None else shared_unit.next_step(unit.name)
+        future = self.runtime.worker.submit(f"step ({unit.name})", work)
+        (part or owner).gate.close_until(future, *([] if step_of_all is None else [step_of_all]))
         if group is not None and is_gathered:
             group.note_ungathered()
 
@@ -286,13 +291,13 @@ class FusedStep(HostStep):
         """Fixes the step's settings and gradients, and hands the arithmetic to the worker. ``own_step``, the optimizer's
         original one, steps the parameters of other modules. Raises what :meth:`begin_step`, :meth:`with_gradients`,
         :meth:`allows` and :func:`refuse_unfused` do. Raises a StateError if layers were stepped in backward with other
-        settings, or if gradients that pass are left that no backward has consumed."""
+        settings, or if a layer whose gradients pass has a gradient with which no backward has stepped it."""
         runtime = self.runtime
         self.begin_step()
         if runtime.ranks is not None:
             runtime.ranks.meet("optimizer.step()")  # WAR: no rank reads the old weights any more
         refuse_unfused(optimizer.param_groups)
-        self.schedule, self.then = self.then or self.schedule, None
+        self.schedule, self.next_schedule = self.next_schedule or self.schedule, None
         done, self._stepped_in_backward = self._stepped_in_backward, {}
         _refuse_rewritten(done.values())
         found, outside = self.with_gradients(optimizer)
@@ -310,21 +315,21 @@ class FusedStep(HostStep):
         def steps_of(unit: HostUnit) -> list[Step]:
             return [step for state in unit.states if (step := all_steps.get(id(state))) is not None]
 
-        def submit(parts: Sequence[tuple[Part, list[Step]]]) -> None:
-            for part, steps in parts:
-                for experts in part.parts if isinstance(part, StreamedExperts) else (None,):
-                    self._submit(part, steps, experts=experts)
+        def submit(owners: Sequence[tuple[UnitOwner, list[Step]]]) -> None:
+            for owner, steps in owners:
+                for part in owner.parts if isinstance(owner, StreamedExperts) else (None,):
+                    self._submit(owner, steps, part=part)
 
-        of_host = [part for part in runtime.in_forward_order() if not part.unit.is_on_device]
-        on_host = [(part, steps) for part in of_host if (steps := steps_of(part.unit))]
-        # Keeps the worker busy while the launches for the device are prepared, which wait for nothing else.
-        submit(on_host[:1])
+        owners_on_host = [owner for owner in runtime.in_forward_order() if not owner.unit.is_on_device]
+        stepped_on_host = [(owner, steps) for owner in owners_on_host if (steps := steps_of(owner.unit))]
+        # The first one keeps the worker busy while the launches for the device are prepared, which wait for nothing else.
+        submit(stepped_on_host[:1])
         try:
             _step_on_device((unit, steps_of(unit)) for unit in runtime.units if unit.is_on_device)
         except BaseException as error:
             runtime.worker.fail(error)
             raise
-        submit(on_host[1:])
+        submit(stepped_on_host[1:])
         if entries:
             torch._foreach_add_([entry["step"] for entry in entries], 1)
         if outside:
@@ -348,8 +353,8 @@ class FusedStep(HostStep):
             if not entry or not shows(entry, state):
                 raise StateError(
                     "the optimizer's state was emptied or replaced between backward and step(), but layers were stepped in "
-                    "backward already, since max_grad_norm is 0; do it after step(), or set megatrain_config.step_schedule to "
-                    "'deferred' (and host_gradients to 'kept')"
+                    "backward already, since step_schedule is 'backward' ('auto' chooses it where max_grad_norm is 0); do it "
+                    "after step(), or set megatrain_config.step_schedule to 'deferred' (and host_gradients to 'kept')"
                 )
             if arguments_then != arguments:
                 factor = arguments.clip_factor
@@ -360,7 +365,8 @@ class FusedStep(HostStep):
                 )
 
     def layer_done(self, layer: Streamed, wait: Callable[[], None]) -> bool:
-        """Steps the layer and returns True, if the schedule is ``backward`` and no other gradient of it can follow."""
+        """Submits the layer's step and returns True, if the schedule is ``backward`` and no other gradient of the layer can
+        follow. Otherwise returns False, and :meth:`step` steps it. The worker skips a step with non-finite gradients."""
         if self.schedule != "backward" or self.optimizer is None or layer.unit.is_on_device:
             return False
         # A gradient in a script's own tensor waits for step(), which copies it into the store.
@@ -389,12 +395,12 @@ class FusedStep(HostStep):
 
         def gradients_are_finite() -> bool:
             wait()
-            finite = bool(self.runtime.norms.norms[torch.tensor(rows)].isfinite().all())
-            if not finite:  # step() will find the global norm non-finite, too
+            are_finite = bool(self.runtime.norms.norms[torch.tensor(rows)].isfinite().all())
+            if not are_finite:  # step() will find the global norm non-finite, too
                 for entry in entries:
                     entry["step"] -= 1
-            return finite
+            return are_finite
 
-        self._submit(layer, steps, before=gradients_are_finite)
+        self._submit(layer, steps, may_step=gradients_are_finite)
         self._stepped_in_backward |= {id(step[0].parameter): step for step in steps}
         return True

@@ -129,7 +129,7 @@ class MasterStep(HostStep):
         for is_set, setting in (
             (runtime.ranks is not None, "set num_processes: 1"),
             (config.passes_gradients, "set megatrain_config.host_gradients to 'kept' (2 bytes a parameter more)"),
-            (config.moments_dtype != "fp32", "leave out megatrain_config.moments_dtype, since it keeps its own states"),
+            (config.moments_dtype != "fp32", f"leave out megatrain_config.moments_dtype, since {name} keeps its own states"),
         ):
             if is_set:
                 raise UnsupportedError(f"{name} has no fused host kernel; use AdamW or Adam, or {setting}")
@@ -167,7 +167,7 @@ class MasterStep(HostStep):
             with contextlib.ExitStack() as replaced:
                 for state, _ in found:
                     assert state.gradient is not None
-                    master = runtime.part_of(state).unit.read_master(state)
+                    master = runtime.owner_of(state).unit.read_master(state)
                     gradient = state.gradient.float()
                     if state.handle.has_fp32_sum and state.gradient_residual is not None:
                         gradient = joined_sum(state.gradient, state.gradient_residual, runtime.kernels)
@@ -179,9 +179,9 @@ class MasterStep(HostStep):
                     own_step()
         finally:
             for state, master in shown:
-                runtime.part_of(state).unit.write_master(state, master)
+                runtime.owner_of(state).unit.write_master(state, master)
                 self._stepped.add(id(state.parameter))
-            for part in {runtime.part_of(state): None for state, _ in shown}:
+            for part in {runtime.owner_of(state): None for state, _ in shown}:
                 part.unit.version += 1
                 runtime.outside.moved(part.unit)  # data of another dtype gave parameters new autograd nodes
                 if isinstance(part, ResidentGroup):
@@ -213,7 +213,7 @@ class MasterStep(HostStep):
                     likeness = torch.empty((), dtype=torch.float32).expand(parameter.shape)
                     replaced.enter_context(state.handle.replaced(likeness, None))
             own_load({**state_dict, "state": entries})
-        for part in self.runtime.parts:
+        for part in self.runtime.unit_owners:
             self.runtime.outside.moved(part.unit)
         self._stepped.clear()
         for key, parameter in self.by_key(optimizer, state_dict):

@@ -113,7 +113,7 @@ class HostStep(UnitStepper):
         self.runtime.collect_gradients()
         # For gradients that no backward brought: a script may have set them.
         units = (unit for unit in self.runtime.units if any(state.parameter.grad is not None for state in unit.states))
-        self.runtime.offloader.make_places(units)
+        self.runtime.offloader.allocate_gradients(units)
 
     def by_key(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterable[tuple[Any, torch.nn.Parameter]]:
         """Pairs of a key in a ``state_dict()``, which the optimizer made or is to load, and the parameter."""
@@ -136,7 +136,7 @@ class HostStep(UnitStepper):
                 if state.row is None:
                     raise UnsupportedError(
                         f"parameter {state.name} got a gradient, but was frozen when the model was last called and has no "
-                        "place for one; unfreeze it before the model is called"
+                        "memory for gradients; unfreeze it before the model is called"
                     )
                 if state.has_foreign_gradient and parameter.data_ptr() == state.weight.data_ptr():
                     assert state.gradient is not None

@@ -95,7 +95,7 @@ def own_copies(entries: Iterable[dict[str, Any] | None], host_memory_gib: float 
     free = available_host_bytes(host_memory_gib) if wanted else 0
     if wanted > free:
         logger.warning(
-            "megatrain: moments of parameters that an optimizer doesn't step for now are let go of, since they would take "
+            "megatrain: moments of parameters that an optimizer doesn't step for now are dropped, since they would take "
             "%.1f GiB of host memory and %.1f are free; if it steps these again, it begins without moments",
             wanted / GIB,
             free / GIB,

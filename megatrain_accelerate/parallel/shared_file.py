@@ -93,7 +93,7 @@ class SharedFile:
                 process, descriptor, identity = ranks.broadcast(None)
                 self._descriptor = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
                 if not os.path.samestat(os.fstat(self._descriptor), identity):
-                    raise OSError(f"process {process} is another one here")
+                    raise OSError(f"process {process} has another id in this process's PID namespace")
         except OSError as error:
             raise HostMemoryError(
                 f"rank {ranks.rank} can't share host memory with the others of this machine ({error}); start all processes as "
@@ -140,6 +140,7 @@ class OrderCheck:
             if number == self._count and other != code:
                 raise RankError(
                     f"rank {self._rank} exchanges {self._what} of {name} where rank {rank} exchanges those of "
-                    f"{self._names.get(other, 'another layer')}: the ranks run other layers, or in another order. Layers that "
-                    "are left out at random (layerdrop) must be left out on all ranks alike; set their probability to 0"
+                    f"{self._names.get(other, 'another layer')}: the ranks run different layers, or the same ones in a "
+                    "different order. Layers that are left out at random (layerdrop) must be left out on all ranks alike; set "
+                    "their probability to 0"
                 )

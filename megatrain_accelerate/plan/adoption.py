@@ -170,8 +170,8 @@ class _MetaWeights:
                 torch.utils.swap_tensors(parameter, made)  # the same object has memory from now on
             except RuntimeError as error:
                 raise UnsupportedError(
-                    f"a parameter on the meta device can't be given values ({error}); prepare the model before anything else "
-                    "refers to its parameters, or build it with weights"
+                    f"a parameter on the meta device can't be given values ({error}); prepare the model before anything holds "
+                    "a weak reference to its parameters or a graph of them, or build it with weights"
                 ) from error
         self._initialise([module for module in self._rules if self._unit_of.get(module) == index])
 
@@ -204,7 +204,7 @@ class _MetaWeights:
             if (tensor._version == 0 or is_float) and bool(unset.any()):
                 reason = "the model has no rule that initialises it"
                 if not bool(unset.all()):
-                    reason = "the model's rule leaves a part of it without a number"
+                    reason = "the model's rule initialises only part of it"
                 remedy = "build the model with weights, on the CPU"
                 if name.startswith("buffer"):
                     remedy += ", or under accelerate.init_empty_weights(), which leaves buffers as they are"

@@ -16,15 +16,16 @@ class DeviceBudget:
     def __init__(self, runtime: StreamingRuntime, config: MegatrainConfig, device: torch.device) -> None:
         self._runtime, self._config, self._device = runtime, config, device
         self.given_bytes: int | None = None
-        """Overrides the settings: with the smallest rank's budget while ranks plan together, or with a described machine's."""
+        """Replaces the budget of settings and free memory: by the smallest rank's while ranks plan together, or by the memory
+        of a GPU that is only described (:class:`.ForecastPlan`). None otherwise."""
         self.reserved_share = 0.0
-        """Share of the device's memory that stays free for one who takes turns with the model (vLLM, while it sleeps)."""
+        """Share of the device's memory that stays free for a program that takes turns with the training (TRL's vLLM)."""
         self.exchange_bytes: int | None = None
         """Bytes of buffers for the exchange of gradients on a machine that is only described. None on a real one."""
 
     @property
     def exists(self) -> bool:
-        """Whether there is a budget. Without one nothing is placed on the device, and no time is predicted."""
+        """Whether the settings or a GPU give a budget. Without one nothing is placed on the device, and no time predicted."""
         # Not from whole_bytes(): asking the driver for free memory takes milliseconds.
         return self._config.gpu_memory_bytes is not None or self._device.type == "cuda"
 
@@ -40,7 +41,7 @@ class DeviceBudget:
         return int(USABLE_SHARE_OF_DEVICE * (free + self.held_bytes()))
 
     def left_bytes(self) -> int | None:
-        """Bytes of the budget that the engine doesn't hold and that can be allocated. None without a budget."""
+        """Bytes of the budget that the engine doesn't hold and that single large tensors can take. None without a budget."""
         if not (whole_bytes := self.whole_bytes()):
             return None
         left = whole_bytes - self.held_bytes()
@@ -56,30 +57,31 @@ class DeviceBudget:
         """Bytes that the engine holds on the device."""
         runtime = self._runtime
         layers = [layer.unit.bytes_by_kind() for layer in runtime.layers if layer.unit.is_on_device]
-        there = [unit.bytes_by_kind() for unit in runtime.units if unit.is_on_device]
-        # Gradients of resident parameters are summed on the device, and so are those of units that live on it.
+        units = [unit.bytes_by_kind() for unit in runtime.units if unit.is_on_device]
+        # Gradients of resident groups are summed on the device wherever their units live, and so are those of these layers.
         summed = [*(group.unit.bytes_by_kind() for group in runtime.groups), *layers]
-        sum_bytes = sum(held.get("gradient_residuals", 0) for held in summed)
+        residual_bytes = sum(kinds.get("gradient_residuals", 0) for kinds in summed)
         return {
             "slots": runtime.prefetcher.device_bytes,
             "gradient_slots": runtime.offloader.device_bytes,
             **self.fixed_bytes_by_kind(),
             "held_layers": runtime.prefetcher.held_bytes,
-            "states": runtime.states_on_device.size_bytes + sum(held["residuals"] + held["moments"] for held in there),
-            "layers": sum(held["weights"] for held in layers),
-            **({"gradient_residuals": sum_bytes} if sum_bytes else {}),
+            "states": runtime.states_on_device.size_bytes + sum(kinds["residuals"] + kinds["moments"] for kinds in units),
+            "layers": sum(kinds["weights"] for kinds in layers),
+            **({"gradient_residuals": residual_bytes} if residual_bytes else {}),
         }
 
     def fixed_bytes_by_kind(self, step_profile: StepProfile | None = None) -> dict[str, int]:
-        """Bytes that are held under any placement: at present, or during a step of this profile."""
-        runtime, sums = self._runtime, self._runtime.gradient_sums
+        """Bytes that are held whatever the placement: at present, or during a step of this profile."""
+        runtime, piece_sums = self._runtime, self._runtime.piece_sums
         part_slots, exchange = runtime.expert_streams.prefetcher.device_bytes, runtime.offloader.exchange
         exchange_bytes = self.exchange_bytes if exchange is None else exchange.device_bytes
-        has_sums = sums.buffer is not None or (step_profile is not None and (step_profile.samples or runtime.batch_cut.asked))
+        in_pieces = step_profile is not None and (step_profile.samples or runtime.batch_cut.asked)
+        has_sums = piece_sums.buffer is not None or in_pieces
         return {
             **({"expert_slots": part_slots} if part_slots else {}),
             "resident": sum(group.device_bytes for group in runtime.groups),
-            **({"gradient_sums": sums.planned_bytes} if has_sums else {}),
+            **({"gradient_sums": piece_sums.planned_bytes} if has_sums else {}),
             **({"exchange": exchange_bytes} if exchange_bytes is not None else {}),
         }
 

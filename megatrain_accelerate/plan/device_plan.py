@@ -70,6 +70,8 @@ class DevicePlan:
 
     Layers are measured on the first batch that doesn't surely fit. Steps on other batches are extrapolated from it while they
     run in the same way. Once sizes vary, plans leave room for larger batches, so that data of many lengths needs few plans.
+    Such a plan may have two placements: for the largest batch that it covers, and for the *usual* one, a batch with the mean
+    number of tokens of all so far (:attr:`.PlanRecord.usual_share`).
     """
 
     def __init__(self, runtime: StreamingRuntime, config: MegatrainConfig, device: torch.device, show: bool = False) -> None:
@@ -77,13 +79,15 @@ class DevicePlan:
         self.show = show
         """Whether this process prints the plan as a table."""
         self.budget = DeviceBudget(runtime, config, device)
-        self.made = PlanRecord()
+        self.current = PlanRecord()
+        """The last plan and what the next one depends on, replaced whenever one of these changes."""
         self._measured_steps: dict[Hashable, tuple[StepProfile, StepProfile]] = {}
-        """The estimated and the measured profile of one step, for each way of running steps (:meth:`_way_of`)."""
-        self._foreseen: dict[Hashable, StepProfile] = {}
+        """The estimated and the measured profile of one step, by :meth:`_scaling_key`."""
+        self._profiles: dict[Hashable, StepProfile] = {}
+        """What :meth:`foresee` has returned since the last plan, by the batch's shapes and extent."""
         self._table: str | None = None
         """The table of a new plan until it is printed."""
-        self._ranks = runtime.sums.ranks
+        self._ranks = runtime.fp32_sums.ranks
         self.may_gather = all(layer.has_trainable for layer in runtime.layers)
         """Whether all ranks surely run the same layers. Some may skip a frozen one (an image encoder's, say)."""
         self._exchange_bytes = math.inf
@@ -95,7 +99,8 @@ class DevicePlan:
         self._is_displaced = False
         """Whether units moved to the host to make room for an evaluation."""
         self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights, self.budget)
-        self._expected: tuple[int | None, bool | None] = (None, None)
+        self._announced: tuple[int | None, bool | None] = (None, None)
+        """``steps`` and ``compiles`` of the last call of :meth:`expect_steps`."""
         self._compiles_after: int | None = None
         """``steps_taken`` before a training's first step, if layers are compiled from its second step on; None otherwise."""
         self._resumed: dict[str, Any] | None = None
@@ -107,13 +112,13 @@ class DevicePlan:
         runtime.token_tile = 0 if config.token_tile == "auto" else int(config.token_tile)
         # Some optimizers step on the host only.
         runtime.keep_states_on_host = self._keep_states_on_host
-        self._place(self._settled())
+        self._place(self._minimal_placement())
 
     @property
     def record(self) -> dict[str, Any] | None:
         """The last plan by :meth:`PlanRecord.as_data`. None before the first one, or if it has no predicted time."""
-        is_planned = self.made.plans and self.made.predicted_time is not None and self._compiles_after is None
-        return self.made.as_data() if is_planned else None
+        is_planned = self.current.plans and self.current.predicted_time is not None and self._compiles_after is None
+        return self.current.as_data() if is_planned else None
 
     @property
     def measures(self) -> bool:
@@ -130,7 +135,7 @@ class DevicePlan:
         if self._runtime.open_forwards:
             return
         self.evaluation_weights.before_forward(model, inputs)
-        placement = self.made.placement
+        placement = self.current.placement
         if (placement.on_device or placement.states_on_device) and not self._is_displaced and self._device.type == "cuda":
             needed_bytes = self.evaluation_weights.needed_bytes(model, inputs)
             if needed_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
@@ -143,34 +148,35 @@ class DevicePlan:
         before another one's backward (as in preference losses) recomputes all layers, and the next plan leaves room for it."""
         if open_forwards := self._runtime.open_forwards:
             self._note_rows(row_size(inputs))
-            if open_forwards >= self.made.forwards_at_once:
+            if open_forwards >= self.current.forwards_at_once:
+                # An empty extent covers no batch, so that the next one is planned for.
                 self._note(forwards_at_once=open_forwards + 1, planned=BatchExtent())
             nothing = frozenset[int]()
-            recomputed = dataclasses.replace(self.made.placement, kept=nothing, offloaded=nothing, attention_kept=nothing)
+            recomputed = dataclasses.replace(self.current.placement, kept=nothing, offloaded=nothing, attention_kept=nothing)
             self._runtime.calls.policy = recomputed
             return
         if self._compiles_after is not None and self._runtime.steps_taken > self._compiles_after:
             self._run_layers(compiled=True)
-        self._runtime.calls.policy = self.made.placement
+        self._runtime.calls.policy = self.current.placement
         if self._is_displaced:
-            self._place(self.made.placement)
+            self._place(self.current.placement)
             self._is_displaced = False
-        ranks, is_in_a_row = self._runtime.ranks, self._runtime.calls.real is not None
-        own = (self._extent(inputs), row_size(inputs), is_in_a_row, self.made.planned, self._resumed is not None)
-        told: list[Any] = [own] if ranks is None else ranks.gather(own)
-        extents, sizes, in_rows = ([each[at] for each in told] for at in range(3))
+        ranks, omits_padding = self._runtime.ranks, self._runtime.calls.real_tokens is not None
+        own = (self._extent(inputs), row_size(inputs), omits_padding, self.current.planned, self._resumed is not None)
+        of_ranks: list[Any] = [own] if ranks is None else ranks.gather(own)
+        extents, sizes, padding_omitted = ([of_rank[at] for of_rank in of_ranks] for at in range(3))
         extent = functools.reduce(BatchExtent.union, extents)
         self._note_rows(*sizes)  # before compiling: it decides whether graphs are for one size
-        tokens = self.made.tokens + sum(each.real for each in extents)
-        self._note(batches=self.made.batches + len(extents), tokens=tokens)
+        tokens = self.current.tokens + sum(of_rank.real for of_rank in extents)
+        self._note(batches=self.current.batches + len(extents), tokens=tokens)
         # All ranks decide by what all have gathered, so that they take the same branch.
-        if any(resumes or not planned.covers(extent) for *_, planned, resumes in told):
+        if any(resumes or not planned.covers(extent) for *_, planned, resumes in of_ranks):
             if ranks is None:
                 self._plan(model, inputs, extent, sizes)
             else:
                 self._plan_together(ranks, model, inputs, extents, sizes)
-        share = 1.0 if self.made.usual_share == 1.0 else extent.share_of(self.made.planned, all(in_rows))
-        self._runtime.calls.policy, predicted_bytes = self.made.at(share)
+        share = 1.0 if self.current.usual_share == 1.0 else extent.share_of(self.current.planned, all(padding_omitted))
+        self._runtime.calls.policy, predicted_bytes = self.current.at(share)
         self._runtime.activations.spacing = self._runtime.calls.policy.offload_spacing
         self.predicted_peak_bytes = max(self.predicted_peak_bytes, predicted_bytes)
         if self.show and self._table is not None:
@@ -193,31 +199,31 @@ class DevicePlan:
         failure: Exception | None = None
         with replaced(self.budget, "given_bytes", min(ranks.gather(self.budget.whole_bytes()))):
             if ranks.rank == planner:
-                # Another rank's batch may have more real tokens. Then the step is planned with this one's padding.
-                real = self._runtime.calls.real if self._extent(inputs).covers(extent) else None
+                # If another rank's batch has more real tokens, the plan is for a step that computes this one's padding, too.
+                real = self._runtime.calls.real_tokens if self._extent(inputs).covers(extent) else None
                 try:
-                    with replaced(self._runtime.calls, "real", real):
+                    with replaced(self._runtime.calls, "real_tokens", real):
                         self._plan(model, inputs, extent, sizes)
                 except Exception as error:  # raised on all ranks below: they wait, and a script may catch it and go on
                     failure = error
-            elif self.measures and self._resumed is None and not self.made.plans:
+            elif self.measures and self._resumed is None and not self.current.plans:
                 # Compiles this rank's layers while the planner compiles its own. The forward raises an error again.
                 with contextlib.suppress(Exception):
                     self.foresee(model, inputs)
         compiled = self._runtime.compiled
-        result = self.made, compiled.pays, self._compiles_after, self._table, failure
+        result = self.current, compiled.pays, self._compiles_after, self._table, failure
         made, compiled.pays, self._compiles_after, self._table, failure = ranks.broadcast(result, planner)
         if failure is not None:
             raise failure
         if ranks.rank != planner:
             self._adopt(made)
             self._note_rows(*sizes)
-        self._runtime.prefetcher.forget_gathered()
+        self._runtime.prefetcher.forget_agreed()
 
     def _choose_fetches(self, ranks: Ranks) -> None:
         """Lets ranks gather weights if that is faster than copying them whole to all ranks at the same time."""
         prefetcher = self._runtime.prefetcher
-        own = [seconds_of(self._device, functools.partial(prefetcher.trial, together)) for together in (False, True)]
+        own = [seconds_of(self._device, functools.partial(prefetcher.fetch_largest, together)) for together in (False, True)]
         whole, gathered = map(max, zip(*ranks.gather(own), strict=True))
         prefetcher.gathers = gathered < whole
         self._fetch_share = min(1.0, gathered / whole)
@@ -226,18 +232,18 @@ class DevicePlan:
         """Applies a plan: moves units, and sets how layers run."""
         self._place(plan.placement)
         self._runtime.batch_cut.chosen, self._runtime.token_tile = plan.samples, plan.token_tile
-        self.made, self._resumed = plan, None
-        self._foreseen.clear()
+        self.current, self._resumed = plan, None
+        self._profiles.clear()
 
     def _plan(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, sizes: Sequence[int]) -> None:
         """Plans for batches of this extent and these row sizes, unless the plan of an interrupted training covers them."""
         if self._resumed is not None:
             self._take_over(model, self._resumed, sizes)
-        if self.made.planned.covers(extent):
+        if self.current.planned.covers(extent):
             return
         budget_bytes = self.budget.whole_bytes()
         self._runtime.refresh_if_written()
-        seen = self.made.seen.union(extent)
+        seen = self.current.seen.union(extent)
         try:
             plan, step_profile = self._best_plan(model, inputs, seen)
         except torch.OutOfMemoryError:
@@ -245,12 +251,12 @@ class DevicePlan:
         except Exception as error:  # a model whose code reads values can't run on fake tensors
             logger.log(
                 logging.WARNING if budget_bytes else logging.INFO,
-                "megatrain: a step can't be predicted for this model (%s: %s), so that its layers stream and are recomputed; "
+                "megatrain: a step can't be predicted for this model (%s: %s), so its layers are streamed and recomputed; "
                 "set megatrain_config.placement.kept_layers or device_layers to give them GPU memory",
                 type(error).__name__,
                 error,
             )
-            self._place(self._settled())
+            self._place(self._minimal_placement())
             self._note(planned=seen, usual_share=1.0)
             return
         self._adopt(plan)
@@ -262,7 +268,7 @@ class DevicePlan:
                 "step": plan.predicted_bytes - self.fixed_bytes(step_profile),
             }
             logger.warning(
-                "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s) and %.1f GiB are planned with; if it "
+                "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s), and the budget is %.1f GiB; if it "
                 "runs out of memory, set megatrain_config.micro_batch_size, or lower per_device_train_batch_size or lengths",
                 plan.predicted_bytes / GIB,
                 ", ".join(f"{kind} {count / GIB:.1f}" for kind, count in held.items()),
@@ -270,12 +276,12 @@ class DevicePlan:
             )
 
     def _note(self, **changes: Any) -> None:
-        self.made = dataclasses.replace(self.made, **changes)
+        self.current = dataclasses.replace(self.current, **changes)
 
     def _note_rows(self, *sizes: int) -> None:
         """Notes the row sizes (:func:`.row_size`) of all ranks' batches. If they vary, compiled layers get one graph for all
         sizes, and attention kernels that serve all. Kernels aren't switched between a forward and its backward."""
-        so_far = functools.reduce(sizes_after, sizes, self.made.row_sizes)
+        so_far = functools.reduce(sizes_after, sizes, self.current.row_sizes)
         self._note(row_sizes=so_far)
         varies = self._runtime.compiled.sizes_vary = sizes_vary(so_far) or any(size != so_far[0] for size in sizes)
         if self._device.type == "cuda" and not forwards_are_open():
@@ -291,16 +297,16 @@ class DevicePlan:
             self._cudnn_again = weakref.finalize(self, torch.backends.cuda.enable_cudnn_sdp, True)
 
     def _best_plan(self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent) -> tuple[PlanRecord, StepProfile]:
-        """The plan, and the profile of the step that it is made for: on the batch itself while all have one size, else on one
-        that covers all batches so far (``seen``) and, as far as such a step fits, larger ones."""
+        """The plan, and the profile of the step that it is made for. While all batches have one size, that step is on this
+        batch; later it is on one that covers all batches so far (``seen``) and, as far as such a step fits, larger ones."""
         made_with = made_for(model, self._runtime, self._config, self.micro_batches)
         for growth, planned, step_profile in self._steps_to_plan_for(model, inputs, seen):
             plan = dataclasses.replace(
-                self.made,
+                self.current,
                 made_for=made_with,
                 seen=seen,
                 planned=planned,
-                plans=self.made.plans + 1,
+                plans=self.current.plans + 1,
                 samples=step_profile.samples,
                 token_tile=step_profile.token_tile,
                 usual_share=1.0,
@@ -308,6 +314,7 @@ class DevicePlan:
                 is_linear=False,
             )
             plan, room_is_free = self._placed(model, inputs, plan, step_profile) if self.budget.exists else (plan, False)
+            # Room for batches FREE_GROWTH times as large is left only if it costs the usual batch nothing.
             if room_is_free or growth < FREE_GROWTH:
                 break
         fixed_bytes = self.fixed_bytes(step_profile)
@@ -319,12 +326,12 @@ class DevicePlan:
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
     ) -> Iterator[tuple[float, BatchExtent, StepProfile]]:
         """Yields growth, extent and profile of steps that fit, on ever smaller batches, and at last of that on ``inputs``."""
-        varies = self.budget.exists and (self.made.plans or sizes_vary(self.made.row_sizes))
-        if varies and not self.made.plans:
-            self.foresee(model, inputs)  # the others are scaled from it
-        # If no batch is new, a step is planned anew since more forwards are open at once: batches needn't grow.
-        growths = [FREE_GROWTH, GROWTH_FACTORS[min(max(1, self.made.plans), len(GROWTH_FACTORS)) - 1]]
-        for growth in [*(growths if seen != self.made.seen else ()), 1.0] if varies else ():
+        varies = self.budget.exists and (self.current.plans or sizes_vary(self.current.row_sizes))
+        if varies and not self.current.plans:
+            self.foresee(model, inputs)  # measures this batch's step, from which the larger ones are scaled
+        # If ``seen`` hasn't changed, the new plan makes room for more open forwards, not for larger batches.
+        growths = [FREE_GROWTH, GROWTH_FACTORS[min(max(1, self.current.plans), len(GROWTH_FACTORS)) - 1]]
+        for growth in [*(growths if seen != self.current.seen else ()), 1.0] if varies else ():
             # Batches that haven't come are no reason for smaller pieces or for tiles.
             planned, step_profile = self._resized_step(model, inputs, seen, growth, may_change_way=growth == 1.0)
             if step_profile is not None and self.search_for(step_profile).something_fits:
@@ -339,14 +346,14 @@ class DevicePlan:
         if (resized := resized_batch(model, inputs, extent, growth)) is None:
             return extent, None
         # While this batch is computed with its padding, the larger one is, too.
-        batch, real = resized[0], None if calls.real is None else resized[1]
+        batch, real = resized[0], None if calls.real_tokens is None else resized[1]
         try:
-            with replaced(calls, "real", real):
+            with replaced(calls, "real_tokens", real):
                 ways = self._ways(model, batch)
                 step_profile = ways.best()[0] if may_change_way else ways.step_profile()
-                return self._extent(batch), self._in_proportion(batch, step_profile)
+                return self._extent(batch), self._without_measuring(batch, step_profile)
         except Exception as error:  # the model may limit sequences in its own way
-            logger.info("megatrain: no batches of another size can be planned for (%s)", error)
+            logger.info("megatrain: can't predict a step on a larger or smaller batch (%s)", error)
             return extent, None
 
     def _placed(
@@ -360,12 +367,12 @@ class DevicePlan:
 
         def step_at(share: float) -> StepProfile | None:
             extent, growth = plan.planned, share
-            if self._runtime.calls.real is not None:  # padding is left out: only real tokens shrink, not the length
+            if self._runtime.calls.real_tokens is not None:  # padding is left out: only real tokens shrink, not the length
                 extent, growth = dataclasses.replace(extent, real=round(share * extent.real)), 1.0
             with layers_run(self._runtime, step_profile.samples, step_profile.token_tile):
                 return self._resized_step(model, inputs, extent, growth)[1]
 
-        if share <= MOST_USUAL_SHARE and "kept" not in self._fixed():
+        if share <= MOST_USUAL_SHARE and "kept" not in self._fixed_counts():
             both = place_both(plan, share, step_at, step_profile, search_for)
             if both is not None:
                 return both
@@ -375,21 +382,24 @@ class DevicePlan:
         return dataclasses.replace(plan, placement=found.placement, predicted_time=time, offloaded_bytes=sent), False
 
     def _extent(self, inputs: Mapping[str, Any]) -> BatchExtent:
-        return BatchExtent.of(inputs, self._runtime.calls.real)
+        return BatchExtent.of(inputs, self._runtime.calls.real_tokens)
 
     def fixed_bytes(self, step_profile: StepProfile) -> int:
-        """Device bytes that such a step takes under any placement."""
+        """Device bytes that such a step takes whatever its placement, with those of forwards that are open beside it."""
         # An open forward holds at most what a step takes that recomputes all layers. All forwards share the slots.
         sizes = dataclasses.replace(self.model_sizes(), slot_bytes=0, gradient_slot_bytes=0)
         waiting = peak_bytes(step_profile, sizes, Placement())
         held = sum(self.budget.fixed_bytes_by_kind(step_profile).values()) + LIBRARY_WORKSPACE_BYTES
-        return held + (self.made.forwards_at_once - 1) * waiting
+        return held + (self.current.forwards_at_once - 1) * waiting
 
     def _take_over(self, model: nn.Module, data: dict[str, Any], sizes: Sequence[int]) -> None:
-        """Adopts a recorded plan if it was made for this model, GPU and settings and fits. Otherwise nothing is adopted."""
+        """Adopts a recorded plan if it was made for this model, GPU and settings, and fits. Otherwise adopts none."""
         record, self._resumed = PlanRecord.of_data(data), None
         if record is None or record.made_for != made_for(model, self._runtime, self._config, self.micro_batches):
-            logger.info("megatrain: the checkpoint's plan was made for something else")
+            logger.info(
+                "megatrain: the checkpoint's plan isn't used: the GPU, the settings, the model, or the version of torch or "
+                "megatrain differ"
+            )
             return
         budget_bytes = self.budget.whole_bytes()
         if self._config.gpu_memory_bytes is None:
@@ -397,17 +407,21 @@ class DevicePlan:
             budget_bytes = int(budget_bytes * RESUMED_SHARE_OF_DEVICE / USABLE_SHARE_OF_DEVICE)
         room_bytes = self._host_budget_bytes() + self.model_sizes().moved_bytes(record.placement)
         if record.predicted_bytes > budget_bytes or record.offloaded_bytes > room_bytes:
-            logger.info("megatrain: there is less memory than the checkpoint's plan was made for")
+            logger.info(
+                "megatrain: the checkpoint's plan isn't used: it needs %.1f GiB of GPU memory and %.1f GiB of host memory, "
+                "and %.1f and %.1f GiB are free for it",
+                *(count / GIB for count in (record.predicted_bytes, record.offloaded_bytes, budget_bytes, room_bytes)),
+            )
         else:
-            counts = {name: getattr(record, name) + getattr(self.made, name) for name in ("batches", "tokens")}
+            counts = {name: getattr(record, name) + getattr(self.current, name) for name in ("batches", "tokens")}
             self._adopt(dataclasses.replace(record, **counts))
             self._note_rows(*sizes)
 
     def expect_steps(self, steps: int | None, compiles: bool | None = None, record: dict[str, Any] | None = None) -> None:
         """Called when a training begins. The number of optimizer ``steps``, if known, decides whether compiling layers pays.
         ``compiles`` is what a training chose before it was interrupted, and ``record`` is its :attr:`record`."""
-        if record is not None or (steps, compiles) != self._expected:
-            self._expected = (steps, compiles)
+        if record is not None or (steps, compiles) != self._announced:
+            self._announced = (steps, compiles)
             self._note(row_sizes=(), batches=0, tokens=0)
             self._run_layers(compiles if self._runtime.compiled.is_optional else None)
         self._resumed = record
@@ -416,45 +430,47 @@ class DevicePlan:
         """Runs layers compiled (True) or not (False), or as the next profile decides (None). Drops measurements and plans."""
         self._runtime.compiled.pays, self._compiles_after = compiled, None
         self._measured_steps.clear()
-        self._foreseen.clear()
+        self._profiles.clear()
         self.forget()
 
     @property
     def expected(self) -> tuple[int | None, bool | None]:
         """Steps of the current training, and whether it compiles layers. None for what isn't known."""
-        return self._expected[0], self._compiles_after is not None or self._runtime.compiled.pays
+        return self._announced[0], self._compiles_after is not None or self._runtime.compiled.pays
 
     def forget(self) -> None:
-        """Plans for the next batch as if it were the first. Called when steps are to run in another way."""
+        """Has the next batch planned for as if it were the first. Called when steps are to run in another way."""
         self._note(seen=BatchExtent(), planned=BatchExtent(), plans=0)
         self._resumed = None
 
     def foresee(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepProfile:
-        """The profile of a step on ``inputs``, without a plan for it. It is kept for :meth:`follow`. The first profile is
+        """The profile of a step on ``inputs``, without a plan for it. :meth:`follow` uses it, too. The first profile is
         measured unless the step surely fits, later ones are scaled from it if possible. Raises an ``UnsupportedError`` for a
         batch that can't run in pieces, and what the model raises if it reads values of fake tensors."""
         shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
         key = (self._runtime.batch_cut.asked, shapes, self._extent(inputs))
-        if key not in self._foreseen:
+        if key not in self._profiles:
             self._runtime.refresh_if_written()
             ways = self._ways(model, inputs)
-            step_profile = ways.best()[0] if self.budget.exists else ways.step_profile()
-            self._decide_on_compiling(step_profile)
-            found = self._in_proportion(inputs, step_profile)
-            if found is None or not (found is step_profile or found.surely_fits or self.search_for(found).something_fits):
+            estimate = ways.best()[0] if self.budget.exists else ways.step_profile()
+            self._decide_on_compiling(estimate)
+            profile = self._without_measuring(inputs, estimate)
+            # The estimate itself is returned without CUDA. A profile that surely fits, or is scaled and fits, will do, too.
+            if profile is None or not (profile is estimate or profile.surely_fits or self.search_for(profile).something_fits):
                 measured = None
                 try:
-                    measured = ways.measured(step_profile, lambda made: self._measured(model, inputs, made))
+                    measured = ways.measured(estimate, lambda leaner: self._measured(model, inputs, leaner))
                 except torch.OutOfMemoryError:
                     if self._compiles_after is None:
                         raise
                 if measured is None or (self._compiles_after is not None and not self.search_for(measured[1]).something_fits):
-                    self._run_layers(compiled=True)  # in the first step, too: compiled layers need less memory
+                    # The first step was to run uncompiled, and doesn't fit so. Compiled layers need less memory.
+                    self._run_layers(compiled=True)
                     return self.foresee(model, inputs)
-                self._measured_steps[self._way_of(inputs)] = measured
-                found = measured[1]
-            self._foreseen[key] = found
-        return self._foreseen[key]
+                self._measured_steps[self._scaling_key(inputs)] = measured
+                profile = measured[1]
+            self._profiles[key] = profile
+        return self._profiles[key]
 
     @contextlib.contextmanager
     def joining(self, samples: int) -> Iterator[None]:
@@ -467,43 +483,46 @@ class DevicePlan:
     def _decide_on_compiling(self, step_profile: StepProfile) -> None:
         """Decides on a training's first profile whether the training is long enough to compile layers. Even then its first
         step runs uncompiled, so that the user soon sees the script work."""
-        compiled, steps = self._runtime.compiled, self._expected[0]
+        compiled, steps = self._runtime.compiled, self._announced[0]
         if compiled.is_optional and compiled.pays is None and steps is not None:
             # Backward takes twice the FLOPs of forward, so both take three times.
             pass_flops = 3 * sum(step_profile.profiles[call.kind].forward.flops for call in step_profile.forward_calls)
             saved_seconds = steps * self.micro_batches * _SAVED_SHARE * pass_flops / _EAGER_FLOPS
             compiled.pays = saved_seconds >= COMPILE_SECONDS * len(step_profile.profiles)
             # Joining micro-batches is decided once, by times of layers as they will run: compiled from the first step on.
-            is_plain = self.micro_batches == 1 and self._runtime.batch_cut.asked is None
-            if compiled.pays and is_plain and not compiled.compilations:
+            nothing_to_join = self.micro_batches == 1 and self._runtime.batch_cut.asked is None
+            if compiled.pays and nothing_to_join and not compiled.compilations:
                 self._compiles_after, compiled.pays = self._runtime.steps_taken, False
             elif not compiled.pays:
-                text = "megatrain: %d steps don't pay for compiling the layers (compile_layers: true compiles them)"
-                logger.info(text, steps)
+                logger.info(
+                    "megatrain: layers aren't compiled: %d steps are too few to regain the compile time (compile_layers: true "
+                    "compiles them)",
+                    steps,
+                )
 
-    def _way_of(self, inputs: Mapping[str, Any]) -> Hashable:
-        """The way in which a step runs. Costs are only scaled between steps of one way."""
+    def _scaling_key(self, inputs: Mapping[str, Any]) -> Hashable:
+        """What two steps must have in common for the costs of one to be scaled to the other."""
         return self._runtime.batch_cut.asked, self._runtime.compiled.pays, frozenset(inputs)
 
-    def _in_proportion(self, inputs: Mapping[str, Any], step_profile: StepProfile) -> StepProfile | None:
-        """The profile scaled from the measured step, or as it is if nothing needs to be measured. None if that is needed."""
+    def _without_measuring(self, inputs: Mapping[str, Any], step_profile: StepProfile) -> StepProfile | None:
+        """The estimated profile if that will do, or one scaled from the measured step. None if this step is to be measured."""
         if not self.measures:
             return step_profile
-        if (steps := self._measured_steps.get(self._way_of(inputs))) is not None:
+        if (steps := self._measured_steps.get(self._scaling_key(inputs))) is not None:
             return extrapolated_profile(step_profile, *steps, self._machine)
         # If everything fits with much room to spare, it is placed on the device whatever a step's time, and memory is
         # estimated well enough. But what a compiler saves can't be estimated, and joining micro-batches depends on times.
-        is_plain = self.micro_batches == 1 and not (
+        in_one_piece = self.micro_batches == 1 and not (
             step_profile.token_tile or step_profile.samples or self._runtime.batch_cut.asked
         )
-        if not is_plain or self._runtime.compiled.may_compile:
+        if not in_one_piece or self._runtime.compiled.may_compile:
             return None
         everything = self.search_for(step_profile, budget_bytes=int(CERTAIN_SHARE * self.budget.whole_bytes())).everything()
         return None if everything is None else dataclasses.replace(step_profile, surely_fits=True)
 
     def _ways(self, model: nn.Module, inputs: Mapping[str, Any]) -> WayChoice:
         step_profile = functools.partial(profile_step, model, self._runtime, inputs, self._device)
-        ids = inputs.get("input_ids")  # has one row a sample, while images may have one a patch
+        ids = inputs.get("input_ids")  # they have a row for each sample, while images may have one for each patch
         samples = max(rows_of(dict(inputs) if ids is None else ids), default=1)
         return WayChoice(self._runtime, self._config, samples, step_profile, self.search_for)
 
@@ -513,7 +532,7 @@ class DevicePlan:
         whole_bytes = self.budget.whole_bytes() if budget_bytes is None else budget_bytes
         step_bytes, host_bytes = whole_bytes - self.fixed_bytes(step_profile), self._host_budget_bytes()
         return PlacementSearch(
-            step_profile, self.model_sizes(), self._machine, step_bytes, {**counts, **self._fixed()}, host_bytes
+            step_profile, self.model_sizes(), self._machine, step_bytes, {**counts, **self._fixed_counts()}, host_bytes
         )
 
     def _measured(self, model: nn.Module, inputs: Mapping[str, Any], step_profile: StepProfile) -> StepProfile:
@@ -521,7 +540,7 @@ class DevicePlan:
         try:
             return measure_layers(model, self._runtime, inputs, step_profile, self.budget.whole_bytes(), is_plain)
         except torch.OutOfMemoryError:
-            if self.made.placement == self._settled():
+            if self.current.placement == self._minimal_placement():
                 raise
         except Exception as error:  # unless only the trial fails, the training's own forward raises it again
             logger.info("megatrain: layers can't be measured, their costs are estimated (%s)", error)
@@ -545,18 +564,18 @@ class DevicePlan:
 
     def _keep_states_on_host(self) -> None:
         nothing = frozenset[int]()
-        at_home = dataclasses.replace(self.made.placement, on_device=nothing, states_on_device=nothing, groups_on_device=False)
-        self._place(at_home)
+        placement = self.current.placement
+        self._place(dataclasses.replace(placement, on_device=nothing, states_on_device=nothing, groups_on_device=False))
 
-    def _fixed(self) -> dict[str, Any]:
-        """The :class:`.Counts` by name that settings fix, and those that are 0 since an optimizer can't step on the device."""
+    def _fixed_counts(self) -> dict[str, Any]:
+        """The :class:`.Counts` that settings fix, by name. Some are fixed to 0 if an optimizer can't step on the device."""
         fixed = fixed_counts(self._config.placement, len(self._runtime.layers))
         may_move = self._runtime.states_may_move and can_step_on(self._device)
         return fixed if may_move else {**fixed, "on_device": 0, "groups_on_device": False, "states_on_device": 0}
 
-    def _settled(self) -> Placement:
-        """The placement with what the settings ask for and nothing more."""
-        return Counts(**self._fixed()).placement(len(self._runtime.layers))
+    def _minimal_placement(self) -> Placement:
+        """The placement that has what the settings ask for, and nothing more."""
+        return Counts(**self._fixed_counts()).placement(len(self._runtime.layers))
 
     def model_sizes(self) -> Model:
         runtime, config, sizes = self._runtime, self._config, self._unit_sizes
@@ -588,5 +607,5 @@ class DevicePlan:
 
     def _unit_sizes(self, unit: HostUnit) -> UnitSizes:
         # The first sum allocates residuals for all units.
-        is_summed = self._runtime.sums.is_wanted and self.adds_on_host
+        is_summed = self._runtime.fp32_sums.is_wanted and self.adds_on_host
         return UnitSizes.of_unit(unit, is_summed, is_shared=self._ranks > 1)

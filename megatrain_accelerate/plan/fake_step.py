@@ -130,7 +130,7 @@ class _StepProfiler:
 
     def __call__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _, length = tokens_of(args, kwargs) or (0, 0)
-        self._row, args, kwargs = layer.unpadded.in_a_row(self._calls.real_in_one_row, args, kwargs)
+        self._row, args, kwargs = layer.unpadded.in_a_row(self._calls.real_tokens_in_one_row, args, kwargs)
         kind = call_kind(layer, args, kwargs)
         self.note(False, layer.index, kind)
         if kind not in self.profiles:
@@ -292,9 +292,9 @@ def what_sees_a_batch(model: nn.Module) -> str | None:
     if any(getattr(config, "output_router_logits", False) for config in configs):
         return "the loss balances experts over the tokens of a micro-batch (output_router_logits)"
     if any(getattr(config, "z_loss_coefficient", 0) for config in configs):
-        return "the loss has a term of all tokens of a micro-batch (z_loss_coefficient)"
+        return "the loss has a term over all tokens of a micro-batch (z_loss_coefficient)"
     norms = (name for name, module in model.named_modules() if isinstance(module, _BatchNorm))
-    return next((f"{name} takes statistics of a micro-batch" for name in norms), None)
+    return next((f"{name} computes statistics over a micro-batch" for name in norms), None)
 
 
 def _has_own_loss_code(model: nn.Module) -> bool:

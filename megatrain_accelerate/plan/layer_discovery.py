@@ -161,7 +161,9 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
     """Raises an :class:`UnsupportedError` if a trained embedding makes sparse gradients."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
-            raise UnsupportedError(f"embedding {name} makes sparse gradients, which aren't stepped: make it with sparse=False")
+            raise UnsupportedError(
+                f"embedding {name} has sparse=True, and sparse gradients aren't supported; create it with sparse=False"
+            )
 
 
 def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> list[ResidentSpec]:
@@ -170,8 +172,8 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> lis
         for key, parameter in layer.named_parameters():
             if in_layers.setdefault(id(parameter), name) != name:
                 raise UnsupportedError(
-                    f"layers {in_layers[id(parameter)]} and {name} share the parameter {key!r}, so that neither could be "
-                    "stepped for itself. Name the classes of the blocks inside them that share nothing in "
+                    f"layers {in_layers[id(parameter)]} and {name} share the parameter {key!r}, so neither can stream "
+                    "and be stepped on its own. Name the classes of the blocks inside them that share nothing in "
                     "megatrain_config.layer_classes: these stream then, and what is shared stays on the GPU"
                 )
     heads = {name for name, _ in layers}
@@ -189,7 +191,8 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> lis
                 raise UnsupportedError(
                     f"parameter {name}.{key} is shared with layer {in_layers[id(parameter)]}; a weight that is tied to "
                     "one inside a layer can't stream yet. Give each a parameter of its own, or name the classes of the blocks "
-                    "inside the layers that don't hold it in megatrain_config.layer_classes: it stays on the GPU then"
+                    "inside the layers that don't contain the shared parameter in megatrain_config.layer_classes; it then "
+                    "stays on the GPU"
                 )
             readers.setdefault(id(parameter), []).append(name)
 
@@ -322,8 +325,8 @@ def split_experts(
             )
         if reasons:  # slots would have to hold the uncut experts
             raise UnsupportedError(
-                f"megatrain_config.expert_parts is {asked}, and the experts of {len(found)} layers could stream in parts, but "
-                f"not all of the model's ({reasons[0]}); leave it out"
+                f"megatrain_config.expert_parts is {asked}, but only the experts of {len(found)} layers can stream in "
+                f"parts (the first that can't: {reasons[0]}); leave it out"
             )
         fewest = min(spec.count for spec in found)
         if parts > fewest:
@@ -331,7 +334,7 @@ def split_experts(
     if parts == 1:
         return discovery
     if config.compile_layers is True:
-        logger.warning("megatrain: layers whose experts stream in parts aren't compiled, and run as they are")
+        logger.warning("megatrain: layers whose experts stream in parts run uncompiled")
     return dataclasses.replace(discovery, experts=tuple(dataclasses.replace(spec, parts=parts) for spec in found))
 
 

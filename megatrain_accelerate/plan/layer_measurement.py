@@ -165,7 +165,7 @@ class _MeasuredLayers:
     def _measured(self, kind: Hashable, layer: StreamedLayer, given: _Arguments) -> tuple[LayerProfile, tuple[Any, Recorded]]:
         """Measures a layer's call. Returns its profile, and what the call returns and records."""
         runtime, fake = self.runtime, self._step_profile.profiles[kind]
-        row, args, kwargs = layer.unpadded.in_a_row(runtime.calls.real_in_one_row, *given)
+        row, args, kwargs = layer.unpadded.in_a_row(runtime.calls.real_tokens_in_one_row, *given)
         split = BatchSplit.of_call(layer, args, kwargs, runtime.batch_cut)
         args, kwargs = split.first_piece(args, kwargs)
         slot = runtime.prefetcher.acquire(layer, ())

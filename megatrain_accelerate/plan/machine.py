@@ -1,5 +1,6 @@
-"""How fast this machine copies and computes, and how much of its GPU's memory is free. Speeds are measured in about 2 seconds.
-Those of the first processes are kept in the user's cache folder. Their medians count, since other programs may slow one."""
+"""How fast this machine copies and computes, and how much of its GPU's memory is free. Measuring speeds takes about 2 seconds.
+The first processes write theirs to the user's cache folder. Plans go by the medians, since another program may have slowed the
+machine during one measurement."""
 
 from __future__ import annotations
 
@@ -32,9 +33,10 @@ _STEP_ELEMENTS = 96 * 1024 * 1024
 """1.3 GiB of states. Much of a few hundred MiB would stay in the caches of a server's processor."""
 _ROUNDS = 3
 _ROUNDS_AT_ONCE = 16
-"""Copies of half the size each way while the host steps, enough for several steps."""
+"""Number of copies of half a buffer, in each direction, while the host steps: enough for several steps."""
 STEP_BYTES = 26
-"""Memory traffic in bytes a parameter of the measured step: fused AdamW on split masters, with moments in fp32."""
+"""Memory traffic in bytes a parameter of the measured step, fused AdamW on split masters with fp32 moments. Weights, residuals
+and both moments are read and written, gradients are read: ``2 * (2 + 2 + 4 + 4) + 2``."""
 STEP_ARGUMENTS = AdamArguments(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 SHARE_IN_A_STEP = 0.9
 """Share of the host step's measured speed that training reaches: copies and the launching thread use memory and cores, too."""
@@ -47,37 +49,37 @@ USABLE_SHARE_OF_DEVICE = 0.9
 """Share of the device's free memory that a plan fills: the caching allocator leaves gaps between its blocks."""
 
 SEGMENT_BYTES = 64 * MIB
-"""What single tensors may take beyond their sizes: the caching allocator cuts small ones from segments of 2 and 20 MiB."""
+"""Memory that tensors may take beyond their sizes: the caching allocator cuts small ones from segments of 2 and 20 MiB."""
 _PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}
 """Page size of expandable segments for tensors of up to 1 MiB, and for larger ones (c10/core/AllocatorConfig.h)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Speeds of a machine in units a second."""
+    """Speeds of a machine: bytes, parameters or operations a second, as the names say, and shares of such speeds."""
 
     h2d_bytes: float
-    """Copies from registered host memory to the device."""
+    """Speed of copies from registered host memory to the device."""
     d2h_bytes: float
-    """Copies from the device to registered host memory."""
+    """Speed of copies from the device to registered host memory."""
     host_step_parameters: float
-    """Parameters that the host's fused AdamW steps on split masters, with :data:`STEP_BYTES` of traffic each."""
+    """Speed of the host's fused AdamW on split masters, with :data:`STEP_BYTES` of traffic a parameter."""
     device_bytes: float
-    """Bytes of device memory that are read or written."""
+    """Speed at which device memory is read or written."""
     device_flops: float
-    """Floating-point operations of bf16 matrix products on the device."""
+    """Speed of bf16 matrix products on the device."""
     step_overhead: float = 0.0
     """Seconds of a step in which the device idles, since the launching thread steps, logs and fetches the next batch."""
     h2d_share_in_step: float = 1.0
-    """Share of :attr:`h2d_bytes` left while the host steps and the other direction copies: all share the host's memory."""
+    """Share of :attr:`h2d_bytes` that remains while the host steps and d2h copies run: all share the host's memory."""
     d2h_share_in_step: float = 1.0
-    """The same share of :attr:`d2h_bytes`."""
+    """Share of :attr:`d2h_bytes` that remains while the host steps and h2d copies run."""
     step_share_beside_copies: float = 1.0
-    """Share of :attr:`host_step_parameters` left while the link copies both ways, as when activations are offloaded."""
+    """Share of :attr:`host_step_parameters` that remains while the link copies both ways, as for offloaded activations."""
 
     @property
     def host_step_traffic(self) -> float:
-        """Bytes of host memory that a step reads and writes. Memory bounds the step, whatever its moments' dtype."""
+        """Bytes of host memory a second that AdamW reads and writes. It is taken to be the same for all dtypes of moments."""
         return STEP_BYTES * self.host_step_parameters
 
 
@@ -97,6 +99,7 @@ def kept_speeds(path: Path) -> list[Machine]:
     """The measurements in a file of :func:`speeds_path`, oldest first. Empty if there is no file, or it is broken."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         found = [Machine(**speeds) for speeds in json.loads(path.read_text())]
+        # The overhead may be 0, unlike speeds and shares: it is checked apart.
         rates = [rate for at in found for rate in dataclasses.astuple(dataclasses.replace(at, step_overhead=1.0))]
         if all(0 < rate < math.inf for rate in rates) and all(0 <= at.step_overhead < math.inf for at in found):
             return found
@@ -105,24 +108,25 @@ def kept_speeds(path: Path) -> list[Machine]:
 
 def measured_machine(device: torch.device, kernels: HostKernels, ranks: int = 1) -> Machine:
     """The speeds of this machine: medians over up to :data:`MEASUREMENTS` processes that each measured once under the same
-    circumstances. Several ``ranks`` measure at the same time, so that each finds what the others leave to it."""
+    circumstances. Several ``ranks`` measure at the same time, so that each finds the speed that the others leave to it."""
     path = speeds_path(device, kernels, ranks)
-    if path not in of_this_process:
+    if path not in process_speeds:
         measured = kept_speeds(path)
         if len(measured) < MEASUREMENTS:
             found = measure(device, kernels)
             measured = [*kept_speeds(path), found]  # other processes may have written meanwhile
             keep_speeds(path, measured)
-        of_this_process[path] = _median(measured)
-    return of_this_process[path]
+        process_speeds[path] = _median(measured)
+    return process_speeds[path]
 
 
-of_this_process: dict[Path, Machine] = {}
+process_speeds: dict[Path, Machine] = {}
+"""The speeds that this process goes by, by the path of their file."""
 
 
 def _median(measured: Sequence[Machine]) -> Machine:
-    """Each speed's median, of an even number the faster of the middle two, since other programs only slow a machine down. The
-    link's shares follow from medians of its speed in a step: a share alone may be high because the link was slow."""
+    """The median of each speed. Of an even number it is the faster of the middle two, since other programs only slow a machine
+    down. The link's shares are made of medians of its speeds in a step: a share alone may be high since the link was slow."""
     usual = Machine(*map(statistics.median_high, zip(*map(dataclasses.astuple, measured), strict=True)))
     h2d_in_step = statistics.median_high(at.h2d_bytes * at.h2d_share_in_step for at in measured)
     d2h_in_step = statistics.median_high(at.d2h_bytes * at.d2h_share_in_step for at in measured)
@@ -134,17 +138,17 @@ def _median(measured: Sequence[Machine]) -> Machine:
 
 
 def keep_speeds(path: Path, measured: Sequence[Machine]) -> None:
-    """Writes what processes have measured so far, if the folder can be written to."""
+    """Writes the speeds that processes have measured so far, if the folder can be written to."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Replaced as a whole, since other processes may read it meanwhile.
+        # The file is replaced as a whole, since other processes may read it meanwhile.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             file.write(json.dumps([dataclasses.asdict(speeds) for speeds in measured]))
         os.replace(file.name, path)
 
 
 def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
-    """The median of a few rounds of ``work``, after one that isn't counted, since it touches memory and loads kernels."""
+    """The median time of a few rounds of ``work``. A first one isn't counted, since it touches memory and loads kernels."""
     rounds = []
     wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     for _ in range(_ROUNDS + 1):
@@ -174,9 +178,9 @@ def measure(device: torch.device, kernels: HostKernels) -> Machine:
         arrays = step_arrays(kernels, elements)
         step_work = functools.partial(kernels.adamw, *arrays, STEP_ARGUMENTS)
         step = seconds_of(torch.device("cpu"), step_work)
-        h2d_in_step, d2h_in_step, steps = h2d, d2h, [step]
+        h2d_in_step, d2h_in_step, steps_beside_copies = h2d, d2h, [step]
         if is_gpu:
-            with repeated(step_work) as steps:
+            with repeated(step_work) as steps_beside_copies:
                 h2d_in_step, d2h_in_step = seconds_of_both(on_device, host)
         within = seconds_of(device, lambda: other.copy_(on_device))
         host_memory.close()
@@ -191,7 +195,8 @@ def measure(device: torch.device, kernels: HostKernels) -> Machine:
         device_flops=2 * side**3 / product,
         h2d_share_in_step=min(1.0, h2d / h2d_in_step),
         d2h_share_in_step=min(1.0, d2h / d2h_in_step),
-        step_share_beside_copies=min(1.0, step / statistics.median(steps) / SHARE_IN_A_STEP),
+        # It is a share of host_step_parameters, which have SHARE_IN_A_STEP as a factor already.
+        step_share_beside_copies=min(1.0, step / statistics.median(steps_beside_copies) / SHARE_IN_A_STEP),
         step_overhead=STEP_OVERHEAD if is_gpu else 0.0,
     )
 
@@ -218,7 +223,7 @@ def repeated(work: Callable[[], object]) -> Iterator[list[float]]:
 
 
 def seconds_of_both(on_device: torch.Tensor, host: torch.Tensor) -> tuple[float, float]:
-    """Seconds to copy a buffer to the device, and to the host, both at once: medians of many copies of half a buffer."""
+    """Seconds to copy a buffer to the device and to the host, both at once: twice the medians of many copies of half of it."""
     middle = host.numel() // 2
     streams = (torch.cuda.Stream(on_device.device), torch.cuda.Stream(on_device.device))
     copies = ((on_device[:middle], host[:middle]), (host[middle:], on_device[middle:]))
@@ -271,10 +276,10 @@ def _returnable_bytes(segment: Mapping[str, Any]) -> int:
 
 
 def raise_peak(device: torch.device, limit_bytes: int | None) -> None:
-    """Raises the allocator's peak statistic to what could be allocated, so that Inductor tries its kernels on the device. To
-    time kernels it copies what they overwrite. In a backward, copies that would raise the peak are made in pinned host memory,
-    which torch keeps for good, and each trial uses the link (``copy_args_to_cpu_if_needed`` in
-    torch/_inductor/runtime/triton_heuristics.py). ``limit_bytes`` is for all tensors of the process, None for what is free."""
+    """Lets Inductor time its kernels without the host. It copies what a kernel overwrites, and in a backward it makes copies
+    that would raise the allocator's peak statistic in pinned host memory, which torch keeps for good, so that each trial uses
+    the link (``copy_args_to_cpu_if_needed`` in torch/_inductor/runtime/triton_heuristics.py). So this raises the statistic to
+    what could be allocated: up to ``limit_bytes`` of all tensors of the process, or with None what is free."""
     torch.cuda.empty_cache()
     room_bytes = int(USABLE_SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[0])
     if limit_bytes is not None:

@@ -138,8 +138,8 @@ def plan_table(plan: PlanRecord, runtime: StreamingRuntime, budget_bytes: int, s
             "activations",
             f"{len(placement.kept)} layers kept ({kept_bytes / GIB:.1f} GiB), "
             f"{len(placement.offloaded)} offloaded, {recomputed} recomputed"
-            + (f", {away} of them from inputs on the host" if away else "")
-            + (f", {attending} of them but for attention" if attending else "")
+            + (f", {away} of them from offloaded inputs" if away else "")
+            + (f", {attending} of them without recomputing attention" if attending else "")
             + (f" (its results on the host for {both})" if both else "")
             + budgets,
         ),
@@ -176,7 +176,9 @@ def tiles_text(runtime: StreamingRuntime) -> str:
     for layer in runtime.layers:
         names = tiled.setdefault(type(layer.module).__name__, [])
         names += [name for name in layer.tiles.tiled_names if name not in names]
-    parts = [f"{', '.join(names)} of {kind}" if names else f"nothing of {kind}, whole" for kind, names in tiled.items()]
+    parts = [
+        f"{', '.join(names)} of {kind}" if names else f"none in {kind}, which runs whole" for kind, names in tiled.items()
+    ]
     outside = runtime.outside_tiles.tiled_names
     parts += [f"{', '.join(outside)} outside the layers"] if outside else []
     return f"{runtime.token_tile} tokens: {'; '.join(parts)}"

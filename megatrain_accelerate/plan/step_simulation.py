@@ -2,12 +2,14 @@
 
 A small simulation of the pipeline runs three steps, of which the last counts. Its resources do one thing at a time each: the
 device's compute, the two directions of the link, the host's optimizer, and the network. Optimizer and copies share the host's
-memory, so copies have a share of their speed while the optimizer steps. The optimizer's speed allows for copies of weights.
-While activations are offloaded, ``Machine.step_share_beside_copies`` of it remains.
+memory, so copies have a share of their speed while the optimizer steps (``Machine.h2d_share_in_step``). The optimizer's speed
+has those of weights deducted already (``SHARE_IN_A_STEP``). While activations are offloaded it is
+``Machine.step_share_beside_copies`` of that.
 
 One of several ranks is simulated. Gradients are exchanged before they are copied to the host, in the same order, and a rank
 copies and steps its share. Each of several machines sends the others their shares of its ranks' sums, and receives as much.
-Stepped weights return in the same way. A machine's ranks divide both its network's speed and its traffic.
+Stepped weights return in the same way. A machine's ranks divide its traffic and its network's speed alike, so that one rank's
+transfer takes as long as the whole traffic at full speed.
 """
 
 from __future__ import annotations
@@ -91,8 +93,8 @@ class Link(Resource):
         return end
 
     def copy_of_step(self, size_bytes: int, not_before: float) -> float:
-        """Queues a copy for a unit's step on the device, behind earlier steps' and beside one the other way. Returns when it
-        ends."""
+        """Queues a copy for a unit's step on the device, behind those of earlier steps, at the speed that copies in the other
+        direction leave to it. Returns when it ends."""
         seconds = size_bytes / (self._bytes_per_second * self._share)
         self.busy += seconds
         return self._of_steps.work(seconds, not_before)
@@ -173,7 +175,7 @@ class _Pipeline:
         self.last_forward = max((i for i, event in enumerate(events) if not event.is_backward), default=-1)
         self.outside_seconds = [event.costs.seconds(machine) for event in events]
         """Time outside the layers before each event."""
-        if measured is not None:
+        if measured is not None:  # one time for all before the first backward, where it is counted
             self.outside_seconds[: self.last_forward + 2] = [*[0.0] * (self.last_forward + 1), measured]
         self.sent = sent_bytes(step_profile, placement)
         self.compute, self.host, self.network = Resource(), Resource(), Resource()
@@ -182,6 +184,7 @@ class _Pipeline:
         self.applied: dict[Hashable, float] = collections.defaultdict(float)
         """When a layer was stepped, or a part of its experts: (layer, index of the part)."""
         self.before_at = self.after_at = 0.0
+        """When the weights of resident groups before the layers, and of those after them, are on the device since the step."""
         self.may_arrive_at = 0.0
         """When the gradients of the next unit that is stepped on the device may begin to arrive there."""
         self.slots, self.part_slots = Slots(model.slots, self.h2d), Slots(model.slots, self.h2d)
@@ -190,12 +193,12 @@ class _Pipeline:
         self.step_bytes_per_second = machine.host_step_traffic * self._step_share()
 
     def _step_share(self) -> float:
-        """Share of the host step's speed that remains, by the part of its time in which activations are offloaded."""
+        """Share of the host step's speed that remains, by the part of the step's time in which activations are offloaded."""
         model, placement, machine = self.model, self.placement, self.machine
         leaving_seconds = sum(self.sent) / (machine.d2h_bytes * machine.d2h_share_in_step)
         traffic = sum(unit.step_traffic for units in (model.layers, *model.parts.values(), model.groups) for unit in units)
-        elsewhere = [*model.on_device(placement), *model.stepped_on_device(placement)]
-        seconds = (traffic - sum(unit.step_traffic for unit in elsewhere)) / model.ranks / machine.host_step_traffic
+        not_on_host = [*model.on_device(placement), *model.stepped_on_device(placement)]
+        seconds = (traffic - sum(unit.step_traffic for unit in not_on_host)) / model.ranks / machine.host_step_traffic
         return 1 - min(1.0, leaving_seconds / seconds if seconds else 0.0) * (1 - machine.step_share_beside_copies)
 
     def _weights_at(self, layer: int) -> float:
@@ -213,34 +216,35 @@ class _Pipeline:
             self.compute.work(self.outside_seconds[position])
             unit = self.model.layers[event.layer]
             seconds = self.seconds[event.kind]
-            remembers = not placement.is_recomputed(event.layer)
-            leaves = event.layer not in placement.on_device and unit.gradient_bytes > 0
+            is_recomputed = placement.is_recomputed(event.layer)
+            sends_gradients = event.layer not in placement.on_device and unit.gradient_bytes > 0
             issued_at = self.compute.free_at
             if event.is_backward:
                 ready = max(ready, copies.back_at(event.layer, issued_at))
-                if leaves:
+                if sends_gradients:
                     ready = max(ready, self.gradients_out[0])
-                again = seconds.recompute
+                recompute = seconds.recompute
                 if event.layer in placement.attention_kept:  # such a layer isn't compiled
-                    again = seconds.kept_forward - seconds.attention
-                if remembers:
-                    again = 0.0
-                elif event.layer not in placement.inputs_offloaded:
-                    again -= seconds.experts
+                    recompute = seconds.kept_forward - seconds.attention
+                if not is_recomputed:
+                    recompute = 0.0
+                elif event.layer not in placement.inputs_offloaded:  # experts' results are kept
+                    recompute -= seconds.experts
                 elif event.layer in self.model.parts:
-                    # Experts' results aren't kept if inputs are offloaded: all parts are fetched once more to recompute them.
-                    self._compute_call(event, again, ready)
-                    again = 0.0
-                end = self._compute_call(event, again + seconds.backward, ready, is_last)
-                if not leaves:
-                    self._exchange(2 * unit.gradient_bytes, end)  # sent as shares, received as means
+                    # They aren't kept if inputs are offloaded: all parts are fetched once more to recompute them.
+                    self._compute_call(event, recompute, ready)
+                    recompute = 0.0
+                end = self._compute_call(event, recompute + seconds.backward, ready, is_last)
+                if not sends_gradients:
+                    # All ranks step what lives on devices: they exchange shares, which are added, and then the means.
+                    self._exchange(2 * unit.gradient_bytes, end)
                 else:
                     out = self._send_gradients(unit, end)
                     if is_last and self.model.steps_in_backward:
                         self.applied[event.layer] = self._step_unit(unit, out, event.layer in placement.states_on_device)
             else:
                 copies.make_room()
-                end = self._compute_call(event, seconds.kept_forward if remembers else seconds.forward, ready)
+                end = self._compute_call(event, seconds.forward if is_recomputed else seconds.kept_forward, ready)
                 copies.leave(end)
                 if position == last_forward:
                     self.compute.wait_until(self.after_at)
@@ -260,20 +264,20 @@ class _Pipeline:
     def _compute_call(self, event: Event, seconds: float, ready: float, is_last: bool | None = None) -> float:
         """Computes a layer for ``seconds`` in all once its own weights are ``ready``. Returns when that ends. Experts in parts
         take equal shares of the time, in each piece of a batch. ``is_last`` says whether a backward is the last before a step.
-        It is None for a forward."""
+        It is None for a forward, and for a recompute by itself, which make no gradients."""
         parts = self.model.parts.get(event.layer, ())
         if not parts:
             return self.compute.work(seconds, ready)
-        pieces = self.step_profile.profiles[event.kind].pieces
+        pieces, is_backward = self.step_profile.profiles[event.kind].pieces, is_last is not None
         keyed = [((event.layer, place), part) for place, part in enumerate(parts)]
         end, out = self.compute.wait_until(ready), 0.0
         for piece in range(pieces):
-            for key, part in keyed if is_last is None else reversed(keyed):
+            for key, part in reversed(keyed) if is_backward else keyed:
                 filled_at = self.part_slots.filled_at(key, part.weight_bytes, self.applied[key])
-                ready = max(filled_at, self.gradients_out[0] if is_last is not None else 0.0)
+                ready = max(filled_at, self.gradients_out[0] if is_backward else 0.0)
                 end = self.compute.work(seconds / (pieces * len(parts)), ready)
                 self.part_slots.use(key, end)
-                if is_last is not None and part.gradient_bytes:
+                if is_backward and part.gradient_bytes:
                     out = self._send_gradients(part, end, is_added=piece > 0, is_part=True)
         if is_last and self.model.steps_in_backward and any(part.gradient_bytes for part in parts):
             # All parts are stepped when the last gradients have arrived.
@@ -299,10 +303,11 @@ class _Pipeline:
 
     def _send_gradients(self, unit: UnitSizes, computed_at: float, is_added: bool = False, is_part: bool = False) -> float:
         """Copies a unit's gradients to the host, to be added to others of the backward if ``is_added``. Returns when the copy
-        ends. One rank steps nearly all of a part of experts (``is_part``): it receives what others send, and copies all of it.
-        At best, other ranks' parts are exchanged meanwhile, so a part counts as the mean of a whole copy and a share's."""
+        ends. A part of experts (``is_part``) is nearly all in one rank's share: that rank receives it whole from every rank
+        and copies all of it. At best, parts in other ranks' shares are exchanged meanwhile."""
         ranks, size_bytes = self.model.ranks, unit.gradient_bytes
         exchanged_at = self._exchange(size_bytes * (ranks if is_part else 1), computed_at)
+        # A share is 1 / ranks of a unit. A part counts as the mean of a whole copy and a share's: (1 + 1 / ranks) / 2.
         out = self.d2h.copy(size_bytes * ((ranks + 1) if is_part else 2) // (2 * ranks), exchanged_at)
         self.gradients_out.append(out)
         if is_added or self.model.micro_batches > 1:
@@ -314,7 +319,7 @@ class _Pipeline:
         """Steps this rank's share of a unit, on the host or ``on_device``. Returns when other machines' shares are there."""
         traffic, size_bytes = unit.step_traffic / self.model.ranks, unit.gradient_bytes // self.model.ranks
         if on_device:
-            # Gradients are copied to the device, which steps, and as many bytes of weights are copied back. The host's thread
+            # Gradients are copied to the device, which steps, and as many bytes of weights are copied back. The host's worker
             # waits without being busy. The next unit's gradients follow when this step begins or, in a backward, when it ends.
             seconds = traffic / self.machine.device_bytes
             self.compute.work(seconds)
@@ -337,6 +342,7 @@ class _Pipeline:
             for place, part in enumerate(model.parts.get(layer, ())):
                 self.applied[layer, place] = self._step_unit(part, now)
         self.after_at = self._step_and_push(model.groups_after, now)
+        # Slots hold weights from before the step, so that every layer is fetched again.
         self.slots, self.part_slots = Slots(model.slots, self.h2d), Slots(model.slots, self.h2d)
         self.compute.wait_until(self.compute.free_at + self.machine.step_overhead)
         stepped_bytes = sum(unit.step_traffic + _NORM_BYTES * unit.parameters for unit in model.on_device(placement))
@@ -344,17 +350,17 @@ class _Pipeline:
 
     def _step_and_push(self, units: Sequence[UnitSizes], now: float) -> float:
         """Steps resident groups that live on the host. Returns when their new weights are on the device. If any layers are
-        stepped on the device, so are these groups. Their weights are sent while layers are stepped."""
+        stepped on the device, so are these groups, and their weights are sent while layers are stepped."""
         if self.placement.groups_on_device:
             return now
-        comes, model = bool(self.placement.states_on_device), self.model
-        stepped = [(unit, self._step_unit(unit, now, comes)) for unit in units]
-        if comes and model.gathers_states:
+        steps_on_device, model = bool(self.placement.states_on_device), self.model
+        stepped = [(unit, self._step_unit(unit, now, steps_on_device)) for unit in units]
+        if steps_on_device and model.gathers_states:  # ranks gather the weights from the devices, not from the host
             for unit in units:
                 if unit.gradient_bytes:
                     self.compute.work(model.gathered_bytes(unit) / self.machine.h2d_bytes)
             return max((at for _, at in stepped), default=now)
-        push = self.h2d.copy_of_step if comes else self.h2d.copy_between
+        push = self.h2d.copy_of_step if steps_on_device else self.h2d.copy_between
         return max((push(unit.weight_bytes, at) for unit, at in stepped), default=now)
 
 
@@ -367,26 +373,27 @@ class _ActivationCopies:
         self._spacing = pipeline.placement.offload_spacing
         self._call = -1
         self._leaving: collections.deque[int] = collections.deque()
-        self._gone: dict[int, float] = {}
-        self._back: dict[int, float] = {}
+        """Calls whose copies to the host compute hasn't waited for."""
+        self._out_at: dict[int, float] = {}  # when a call's activations are on the host
+        self._in_at: dict[int, float] = {}  # when they are on the device again
 
     def make_room(self) -> None:
-        """Begins the next call. Compute waits until one earlier call at most, within the spacing, still has copies out."""
+        """Begins the next call. Compute waits for earlier calls' copies, except the last one's if it is within the spacing."""
         self._call += 1
         while len(self._leaving) > 1 or (self._leaving and self._leaving[0] < self._call - self._spacing):
-            self._pipeline.compute.wait_until(self._gone[self._leaving.popleft()])
+            self._pipeline.compute.wait_until(self._out_at[self._leaving.popleft()])
 
     def leave(self, computed_at: float) -> None:
         """Queues the copy of the call's activations to the host."""
         if sent := self._pipeline.sent[self._call]:
-            self._gone[self._call] = self._pipeline.d2h.copy(sent, computed_at, steps_first=True)
+            self._out_at[self._call] = self._pipeline.d2h.copy(sent, computed_at, steps_first=True)
             self._leaving.append(self._call)
 
     def back_at(self, layer: int, issued_at: float) -> float:
         """When a layer's activations are on the device again, if its backward is issued at ``issued_at``."""
         call = self._last_call[layer]
         self._bring_back(call, issued_at)
-        return self._back.get(call, 0.0)
+        return self._in_at.get(call, 0.0)
 
     def bring_ahead(self, layer: int, issued_at: float) -> None:
         """Queues the copies back of activations of the next layers in backward."""
@@ -395,8 +402,8 @@ class _ActivationCopies:
             self._bring_back(ahead, issued_at)
 
     def _bring_back(self, call: int, issued_at: float) -> None:
-        if call in self._gone and call not in self._back and call not in self._leaving:
-            self._back[call] = self._pipeline.h2d.copy(self._pipeline.sent[call], max(self._gone[call], issued_at))
+        if call in self._out_at and call not in self._in_at and call not in self._leaving:
+            self._in_at[call] = self._pipeline.h2d.copy(self._pipeline.sent[call], max(self._out_at[call], issued_at))
 
 
 def simulate_step(step_profile: StepProfile, model: Model, placement: Placement, machine: Machine) -> StepTime:

@@ -150,5 +150,6 @@ def require_host_bytes(
         f"the model's weights and optimizer states take {required / GIB:.2f} GiB of host memory{shares} ({split}) and "
         f"{CONSTANT_OVERHEAD_BYTES / GIB:.0f} GiB are kept for everything else, but {source} leaves "
         f"{(available + freed) / GIB:.2f} GiB (of which {freed / GIB:.2f} GiB are the loaded model's own). {remedy}Take a "
-        f"machine or a limit with more memory, freeze a part (2 bytes a parameter), train LoRA adapters, or {figure}"
+        "machine or set a limit with more memory, freeze some layers (a frozen parameter takes 2 bytes), train LoRA adapters, "
+        f"or {figure}"
     )

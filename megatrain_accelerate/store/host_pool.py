@@ -93,8 +93,8 @@ class HostPool:
         available = available_host_bytes(self._host_memory_gib)
         if size > available:
             raise HostMemoryError(
-                f"activations that leave the GPU hold {format_bytes(self.size_bytes)} of host memory and need "
-                f"{format_bytes(size)} more, but {format_bytes(available)} are left; lower "
+                f"offloaded activations take {format_bytes(self.size_bytes)} of host memory and need "
+                f"{format_bytes(size)} more, but only {format_bytes(available)} are free; lower "
                 "megatrain_config.placement.offloaded_layers, set placement.offloaded_inputs to false, or take shorter batches"
             )
         memory = HostMemory(size, register=self._register)

@@ -60,7 +60,7 @@ class SharedStore:
         wait_for(
             lambda: [other for other, answered in enumerate(self._answered) if answered[rank] < asked],
             "haven't brought their states to the host",
-            "let a process go on that is stopped (in a debugger, say), or end all and resume from the last checkpoint",
+            "resume a process that is stopped (in a debugger, say), or end all processes and resume from the last checkpoint",
             self.ranks.timeout,
         )
         memory_fence()  # what is read from now on isn't older

@@ -1,5 +1,6 @@
-"""Stores weights, fp32 masters, moments and gradients of each unit, on the host unless the plan moves the unit. A bf16 weight,
-which streams, and its residual are the master (``csrc/split_master.h``). An fp32 weight is its own master."""
+"""The memory of a unit: weights, fp32 masters, moments and gradients, on the host unless the plan moves it to the device. A
+bf16 weight, which streams, and its *residual*, 16 bits more, are the master (``csrc/split_master.h``). An fp32 weight is its
+own master."""
 
 from __future__ import annotations
 
@@ -26,12 +27,15 @@ PASSING_BUFFERS = 3
 
 
 class HostUnit:
-    """Owner of the memory of one unit: a streamed layer, or a resident group.
+    """Owner of the memory of one unit: a streamed layer, a layer's experts that stream in parts, or a resident group.
+
+    A unit lives on the host or, whole, on the device (:attr:`is_on_device`). A unit on the host is stepped there, or on the
+    device if its share's states have a copy there (:attr:`device_states`).
 
     Writers: adoption, the step worker (weights, residuals, moments), the d2h stream or the step worker (gradients), and
     whoever writes to the parameters from outside (``load_state_dict``). Readers: the h2d stream (weights), the step worker.
-    :attr:`version` changes whenever device copies of the weights become stale. Gradients and moments are promised when the
-    unit is to be trained, and allocated when they are first needed, see :meth:`allocate`.
+    :attr:`version` changes whenever device copies of the weights become stale. Gradients and moments are promised (their bytes
+    count as taken) when the unit is to be trained, and allocated when they are first needed, see :meth:`allocate`.
 
     Args:
         parameters: (name, parameter) of the unit, each once, in model order. ``dtypes`` has their compute dtypes, by ``id``.
@@ -62,17 +66,18 @@ class HostUnit:
         self._register = register
         self.moments_dtype = moments_dtype
         self.memory: dict[str, HostMemory | DeviceMemory] = {}
+        """What is allocated, by kind. :func:`sizes_by_kind` lists the kinds."""
         self._promised: set[str] = set()
         """Kinds of memory that were promised, whether they are allocated or not."""
         self.layout = FlatLayout.of(parameters, dtypes)
         self.sizes = sizes_by_kind(self.layout, moments_dtype)
         self.sums_device: torch.device | None = None
-        """Where fp32 sums of gradients are made, None for the unit's home. Residents' are made where these compute."""
+        """Where fp32 sums of gradients are made: for a resident group where it computes, None for the unit's home."""
         self.shared = None if store is None else SharedUnit(store, self.layout, self.sizes)
         self.share = self.layout.share_of(0, 1) if self.shared is None else self.shared.share
         """The states that this process steps: all of them unless several ranks share the unit."""
         self.gradient_runs = self.layout.gradient_runs
-        self.own_gradients = _own(self.gradient_runs, self.share)
+        self.own_gradients = _runs_in(self.share, self.gradient_runs)
         """The gradients that this process steps, which are the ones that it copies from a gradient slot to the host."""
         self.device_states: DeviceStates | None = None
         """The share's states on the device, if they are stepped there while the unit lives on the host."""
@@ -98,9 +103,11 @@ class HostUnit:
                 self._adopt(state)
 
     def _allocate(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
+        """Makes memory of one kind where the unit lives. With ``touch`` all host threads zero it, unless ranks share it."""
         size_bytes = self.sizes[kind]
         if self.device is not None:
             return DeviceMemory(size_bytes, self.device)
+        # What is copied between host and device asynchronously must be page-locked.
         is_copied = kind in ("weights", "gradients") or (kind == "gradient_residuals" and self.sums_device is not None)
         register = self._register and is_copied and size_bytes > 0
         shared = None if self.shared is None else self.shared.map(kind)
@@ -128,8 +135,8 @@ class HostUnit:
                 state.gradient = tensor(weight_offset, spec.shape, spec.dtype)
             elif kind == "moments":
                 moments = moments_within(tensor, elements, offset, spec.shape, moments_dtype)
-                for view, place in zip(state.moments or (), moments, strict=False):
-                    view.data = place  # the optimizer's state keeps its tensors wherever the unit lives
+                for shown, moved in zip(state.moments or (), moments, strict=False):
+                    shown.data = moved  # the optimizer's state keeps its tensors wherever the unit lives
                 state.moments = state.moments or moments
             elif state.entry.has_residual and kind == "residuals":
                 residual = tensor(2 * offset, spec.shape, torch.int16)
@@ -139,6 +146,7 @@ class HostUnit:
             elif state.entry.has_residual:
                 state.gradient_residual = state.sum_residual = tensor(2 * offset, spec.shape, torch.int16)
                 if self.sums_device is not None and not self.is_on_device:
+                    # The sum is made there, and this half of it copied to the host before a step.
                     state.sum_residual = state.gradient_residual.to(self.sums_device, copy=True)
 
     def _adopt(self, state: ParameterState) -> None:
@@ -152,7 +160,7 @@ class HostUnit:
 
     def weights_on(self, device: torch.device) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         """Copies the parameters' weights to the device. If ranks share the unit, the copies are views of a flat buffer with
-        room for the ranks' equal ranges, which is returned, too."""
+        room for the ranks' equal ranges. Returns that buffer or None, and the copies."""
         if self.shared is None:
             copies = [torch.empty_like(state.weight, device=device) for state in self.states]
             for copy, state in zip(copies, self.states, strict=True):
@@ -165,12 +173,11 @@ class HostUnit:
 
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
         """Sets a parameter's master and weight from a floating-point ``value``. Raises a ``StateError`` if its shape or dtype
-        doesn't fit, and an ``UnsupportedError`` if ranks share the unit and don't all write the same (``load_state_dict``)."""
+        doesn't fit, and an ``UnsupportedError`` if ranks share the unit and this isn't a write of ``load_state_dict``."""
         if self.shared is not None and not self.shared.store.is_loading:
             raise UnsupportedError(
-                f"weights of {self.name} were written to, which several processes share: each would write over what "
-                "another one has written. Change weights before accelerator.prepare(), or by load_state_dict(), or set "
-                "num_processes: 1"
+                f"a script wrote to weights of {self.name}. Several processes share them, so that each would overwrite the "
+                "others' values. Change weights before accelerator.prepare(), or by load_state_dict(), or set num_processes: 1"
             )
         self.bring_states()
         if value.shape != state.weight.shape or not value.is_floating_point() or value.is_meta:
@@ -179,7 +186,7 @@ class HostUnit:
                 f"{value.dtype} tensor of shape {tuple(value.shape)} on {value.device}; change the model (adapters, heads, "
                 "tokens) before accelerator.prepare(), or prepare it anew"
             )
-        if value.data_ptr() != state.weight.data_ptr():
+        if value.data_ptr() != state.weight.data_ptr():  # otherwise the script wrote to the weight itself, in place
             value = value.to(state.weight.device).contiguous()
             if state.residual is not None and value.dtype == torch.float32:
                 self.kernels.split(value, state.weight, state.residual)
@@ -220,7 +227,7 @@ class HostUnit:
         memory = self.memory[kind] = self._allocate(kind, touch)
         self._bind(kind)
         if self.shared is not None and not self.is_on_device:
-            # Makes the pages that this rank alone writes to on all its threads. They are zero in any case.
+            # All threads touch the pages of the share, to which this rank alone writes. New ones are zero anyway.
             if kind == "gradients" and self.gradients is not None:
                 self._host_kernels.zero(self.gradients[self.share.bytes])
             elif kind == "moments" and self.moments is not None:
@@ -229,12 +236,12 @@ class HostUnit:
         if kind in ("gradients", "gradient_residuals"):
             memory.register()
 
-    def register_weights(self) -> None:
+    def page_lock_weights(self) -> None:
         """Page-locks the weights on the host, so that their copies are asynchronous. Does nothing the second time."""
         self.memory["weights"].register()
 
     def promise(self, kind: str) -> None:
-        """Counts memory for gradients or moments as taken before it is allocated, see :func:`available_host_bytes`."""
+        """Has memory for gradients or moments count as taken before it is allocated, see :func:`available_host_bytes`."""
         if self.sizes[kind] and not (kind == "gradients" and self.passes_gradients):
             self._promised.add(kind)
 
@@ -253,33 +260,35 @@ class HostUnit:
         """A parameter's promised moments as tensors without data. None if none were promised."""
         if "moments" not in self._promised:
             return None
-        shape, of_dtype = state.entry.spec.shape, self.moments_dtype
-        return moments_within(lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"), 0, 0, shape, of_dtype)
+        spec, stored = state.entry.spec, self.moments_dtype
+        return moments_within(lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"), 0, 0, spec.shape, stored)
 
     @property
     def is_on_device(self) -> bool:
+        """Whether the whole unit lives on the device."""
         return self.device is not None
 
-    def copies(self, of_slot: BytesOf) -> list[tuple[torch.Tensor, ...]]:
+    def copies(self, slot_bytes: BytesOf) -> list[tuple[torch.Tensor, ...]]:
         """(source, target) of the copies to a slot: the flat weights as uint8, and their range there."""
-        return [(self.weights, of_slot(0, self.layout.weight_bytes))]
+        return [(self.weights, slot_bytes(0, self.layout.weight_bytes))]
 
     def copies_of_part(self, part: slice, buffer: torch.Tensor) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
-        """As :meth:`copies`, of a range of the weights in bytes to a flat buffer. Also returns how many of the bytes come from
-        the host: those that aren't on the device with the states of this process's share."""
-        copies, there = [], slice(part.start, part.start)
+        """(source, target) of the copies of some bytes of the weights to their place in a flat buffer, from
+        :attr:`device_states` as far as these have them. Also returns how many bytes come from the host instead."""
+        copies, on_device = [], slice(part.start, part.start)
         if self.device_states is not None and (found := self.device_states.weights_of(part)) is not None:
-            there, weights = found
-            copies = [(weights, buffer[there])]
-        of_host = [at for at in (slice(part.start, there.start), slice(there.stop, part.stop)) if at.start < at.stop]
-        copies += [(self.weights[at], buffer[at]) for at in of_host]
-        return copies, sum(at.stop - at.start for at in of_host)
+            on_device, weights = found
+            copies = [(weights, buffer[on_device])]
+        around = (slice(part.start, on_device.start), slice(on_device.stop, part.stop))
+        on_host = [at for at in around if at.start < at.stop]
+        copies += [(self.weights[at], buffer[at]) for at in on_host]
+        return copies, sum(at.stop - at.start for at in on_host)
 
-    def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of a parameter's tensor, or of its gradient, that this process steps: all unless it is shared."""
+    def own_elements(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements that this process steps of a parameter's tensor or gradient: all unless ranks share the unit."""
         return tensor if self.shared is None else self.share.of(entry, tensor)
 
-    of_slot = of
+    own_elements_in_slot = own_elements
     """The same for a gradient in a slot."""
 
     def move(self, device: torch.device | None, kernels: StepKernels) -> None:
@@ -288,43 +297,43 @@ class HostUnit:
         pending, and it may have no :attr:`device_states`. Without enough memory (``torch.OutOfMemoryError``,
         ``HostMemoryError``) nothing moves."""
         old_memory = self.memory
-        sums = [(s, s.parameter.grad, s.sum_residual if s.handle.has_fp32_sum else None) for s in self.states]
+        gradients = [(s, s.parameter.grad, s.sum_residual if s.handle.has_fp32_sum else None) for s in self.states]
         kinds = [kind for kind in old_memory if kind != "gradients"]
-        if device is None and "gradients" in self._promised and any(gradient is not None for _, gradient, _ in sums):
+        if device is None and "gradients" in self._promised and any(gradient is not None for _, gradient, _ in gradients):
             kinds.append("gradients")
         if device is not None and "moments" in self._promised.difference(kinds):
             kinds.append("moments")  # before activations take the memory that the plan sets aside for moments
-        before, self.device = self.device, device
-        made: dict[str, HostMemory | DeviceMemory] = {}
+        old_device, self.device = self.device, device
+        new_memory: dict[str, HostMemory | DeviceMemory] = {}
         try:
             for kind in kinds:
-                made[kind] = self._allocate(kind)
-                made[kind].register()
+                new_memory[kind] = self._allocate(kind)
+                new_memory[kind].register()
         except BaseException:  # all memory of the new home or none, so that no move is left half-way
-            self.device = before
-            for memory in made.values():
+            self.device = old_device
+            for memory in new_memory.values():
                 memory.close()
             raise
-        self.memory, self.kernels = made, kernels
+        self.memory, self.kernels = new_memory, kernels
         for kind in {"weights", "residuals", "moments"} & old_memory.keys():
-            everything = (0, (self.sizes[kind],), torch.uint8)
-            copy_bytes(self.memory[kind].tensor(*everything), old_memory[kind].tensor(*everything), self._host_kernels)
+            whole = (0, (self.sizes[kind],), torch.uint8)
+            copy_bytes(new_memory[kind].tensor(*whole), old_memory[kind].tensor(*whole), self._host_kernels)
         self.gradients = None
         for state in self.states:
             state.handle.set_gradient(None)
             state.gradient = None
         for kind in kinds:
             self._bind(kind)
-        for state, gradient, residual in sums:
+        for state, gradient, residual in gradients:
             state.handle.show(state.weight)
             if gradient is not None:
                 if state.gradient is not None:
                     state.gradient.copy_(gradient)
                 state.handle.set_gradient(gradient.to(state.weight.device) if state.gradient is None else state.gradient)
             if residual is not None:
-                for place in (state.gradient_residual, state.sum_residual):
-                    assert place is not None
-                    place.copy_(residual)
+                for target in (state.gradient_residual, state.sum_residual):
+                    assert target is not None
+                    target.copy_(residual)
                 state.handle.note_fp32_sum()
         for memory in old_memory.values():
             memory.close()
@@ -357,38 +366,39 @@ class UnitRange:
     the ranges are contiguous, like the parameters of a small unit."""
 
     is_on_device = False
+    """The plan moves layers and resident groups to the device, never experts that stream in parts."""
 
     def __init__(self, whole: HostUnit, experts: ExpertRange) -> None:
         self.whole, self.experts = whole, experts
         self.layout = experts.layout(whole.layout)
         self._runs: list[GradientRun] = []
-        for entry, own in zip(whole.layout.entries, self.layout.entries, strict=True):
-            begin, end = (entry.spec.dtype.itemsize * place for place in experts.elements(entry))
-            self._runs.append(GradientRun(entry.spec.dtype, own.weight_offset, entry.weight_offset + begin, end - begin))
+        for entry, in_slot in zip(whole.layout.entries, self.layout.entries, strict=True):
+            begin, end = (entry.spec.dtype.itemsize * element for element in experts.elements(entry))
+            self._runs.append(GradientRun(entry.spec.dtype, in_slot.weight_offset, entry.weight_offset + begin, end - begin))
         runs = zip(self._runs, whole.layout.entries, strict=True)
         self.gradient_runs = [run for run, entry in runs if entry.spec.trainable]
         """The experts' gradients in a slot, one run for each trained parameter."""
-        self.own_gradients = _own(self.gradient_runs, whole.share)
+        self.own_gradients = _runs_in(whole.share, self.gradient_runs)
 
     @property
     def version(self) -> int:
         return self.whole.version
 
-    def register_weights(self) -> None:
-        self.whole.register_weights()
+    def page_lock_weights(self) -> None:
+        self.whole.page_lock_weights()
 
-    def copies(self, of_slot: BytesOf) -> list[tuple[torch.Tensor, ...]]:
+    def copies(self, slot_bytes: BytesOf) -> list[tuple[torch.Tensor, ...]]:
         """As :meth:`HostUnit.copies`, one copy for each parameter."""
-        return [(self.whole.weights[run.in_unit], of_slot(run.in_slot.start, run.in_slot.stop)) for run in self._runs]
+        return [(self.whole.weights[run.in_unit], slot_bytes(run.in_slot.start, run.in_slot.stop)) for run in self._runs]
 
-    def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
+    def own_elements(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
         """The experts' elements of a parameter's tensor, or of its gradient, that this process steps."""
         if self.whole.shared is None:
             return self.experts.of(tensor)
         return tensor.reshape(-1)[self.whole.share.among(entry, *self.experts.elements(entry))]
 
-    def of_slot(self, entry: FlatEntry, gradient: torch.Tensor) -> torch.Tensor:
-        """The same for the experts' own gradient in a slot. ``entry`` is the whole parameter's."""
+    def own_elements_in_slot(self, entry: FlatEntry, gradient: torch.Tensor) -> torch.Tensor:
+        """The same for a gradient in a slot, which has these experts alone. ``entry`` is the whole parameter's."""
         if self.whole.shared is None:
             return gradient
         first, last = self.experts.elements(entry)
@@ -396,12 +406,12 @@ class UnitRange:
         return gradient.reshape(-1)[own.start - first : own.stop - first]
 
 
-def _own(runs: Iterable[GradientRun], share: Share) -> list[GradientRun]:
+def _runs_in(share: Share, runs: Iterable[GradientRun]) -> list[GradientRun]:
     return [run for whole in runs if (run := whole.of(share)).size_bytes]
 
 
 def sizes_by_kind(layout: FlatLayout, moments_dtype: torch.dtype) -> dict[str, int]:
-    """Bytes of each kind of memory that a unit of this layout can have."""
+    """Bytes of each kind of memory that a unit of this layout can have. Gradient residuals are the low halves of fp32 sums."""
     residuals = 2 * layout.split_elements
     return {
         "weights": layout.weight_bytes,
@@ -413,13 +423,13 @@ def sizes_by_kind(layout: FlatLayout, moments_dtype: torch.dtype) -> dict[str, i
 
 
 def planned_host_bytes(
-    layouts: Iterable[FlatLayout], moments_dtype: torch.dtype, training: bool, fp32_sums: bool = False, passing: int = 0
+    layouts: Iterable[FlatLayout], moments_dtype: torch.dtype, training: bool, fp32_sums: bool = False, passing_units: int = 0
 ) -> dict[str, int]:
     """Bytes that units of these layouts will take with the fused optimizer, by kind of memory. ``training``: whether there are
-    gradients and moments. ``passing``: how many of the first units have gradients that pass through shared buffers."""
+    gradients and moments. The gradients of the first ``passing_units`` take turns in :data:`PASSING_BUFFERS` buffers."""
     units = [sizes_by_kind(layout, moments_dtype) for layout in layouts]
     parts = {kind: sum(unit[kind] for unit in units) for kind in ("weights", "gradients", "residuals", "moments")}
-    passed = [unit["gradients"] for unit in units[:passing]]
+    passed = [unit["gradients"] for unit in units[:passing_units]]
     parts["gradients"] += PASSING_BUFFERS * max(passed, default=0) - sum(passed)
     if not training:
         parts["gradients"] = parts["moments"] = 0

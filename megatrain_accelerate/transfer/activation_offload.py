@@ -232,9 +232,9 @@ class ActivationOffloader:
         saved.look_for_writes()
         if saved.was_written:
             raise UnsupportedError(
-                f"something that layer {saved.label} needs in backward was written to in place after it was computed; leave "
-                "the layers' inputs and outputs as they are, or set megatrain_config.placement.offloaded_layers to 0 and "
-                "placement.offloaded_inputs to false"
+                f"a tensor that layer {saved.label} saved for backward was modified in place; don't modify the inputs and "
+                "outputs of layers, or set megatrain_config.placement.offloaded_layers to 0 and placement.offloaded_inputs to "
+                "false"
             )
         if saved.on_device is None:
             self._bring_back([saved])

@@ -18,7 +18,7 @@ class Tape:
         self.calls: list[int] = []
         self._open_forward: weakref.ref[OpenForward] | None = None
 
-    def open_forward(self) -> OpenForward:
+    def forward_mark(self) -> OpenForward:
         """The mark that tells whether the graph of a call is alive. It is the same for all calls of the pass."""
         if self._open_forward is None or (found := self._open_forward()) is None:
             self._open_forward = weakref.ref(found := OpenForward())

@@ -20,40 +20,41 @@ from megatrain_accelerate.transfer.streams import WeightSlot
 class Prefetcher:
     """Owner of the weight slots.
 
-    All streamed ``layers``, by index, take turns in the shared ``slots`` (a number, at least 2). A layer that evaluations
-    *hold* has a slot of its own until training goes on, so that it is copied once. A layer whose unit lives on the device is
-    its own slot. Copies are issued on the h2d stream when a layer is asked for or the backward of one is over, for layers
-    whose steps are applied. The launching thread never waits for a copy, and for a step only when its layer is next. Several
-    ranks ``gather`` the weights that they ask for ``together``, by the rules of :mod:`.gather`.
+    All streamed ``layers``, by index, take turns in ``slot_count`` shared slots (at least 2). A layer that evaluations *hold*
+    has a slot of its own until training goes on, so that it is copied once. If a layer's unit lives on the device, the unit's
+    memory is the slot. Copies are issued on the h2d stream when a layer is asked for or the backward of one is over, for
+    layers whose steps are applied. The launching thread never waits for a copy, and for a step only when its layer is next.
+    Weights that all ranks ask for ``together`` are gathered, by the rules of :mod:`.gather`.
     """
 
-    def __init__(self, layers: Sequence[Fetched], slots: int, meter: Meter, gather: Gather | None = None) -> None:
+    def __init__(self, layers: Sequence[Fetched], slot_count: int, meter: Meter, gather: Gather | None = None) -> None:
         self._layers, self.gather = layers, gather
         self.gathers = False
         """Whether ranks gather weights in training passes. Set by the plan, on all ranks."""
         self._streams, self._meter = meter.streams, meter
-        self._largest = max((layer.unit.layout.weight_bytes for layer in layers), default=0)
+        self._slot_bytes = max((layer.unit.layout.weight_bytes for layer in layers), default=0)
         if gather is not None:
-            self._largest = gather.slot_bytes(self._largest)
-        self.slot_count = slots
-        self.shared_bytes = slots * self._largest
+            self._slot_bytes = gather.slot_bytes(self._slot_bytes)
+        self.slot_count = slot_count
+        self.shared_bytes = slot_count * self._slot_bytes
         """Size of all shared slots, allocated or not."""
         self.slots: list[WeightSlot] = []
         self.own_slots: dict[int, WeightSlot] = {}
-        """Slots of single layers that are held or whose units live on the device, by the layer's index."""
+        """Slots that belong to one layer, which is held or whose unit lives on the device, by the layer's index."""
         self._held: list[int] = []
-        """Indices of the layers with a slot of :meth:`hold`, in the order in which they got it."""
+        """Indices of the held layers, in the order in which :meth:`hold` gave them slots."""
         self._last_copied_event = self._streams.event()
         self._clock = itertools.count(1)
-        self._refused_at: dict[int, float] = {}
-        """When a layer's copy could have been issued if its step had been applied, by the layer's index."""
+        self._late_since: dict[int, float] = {}
+        """When a layer's copy would have been issued if its step had been applied, by the layer's index. The meter counts a
+        wait for that copy, as far as the copy was late, as a wait for the step."""
         self.leases: dict[int, WeightSlot] = {}
         """Slots of the layers whose backward has begun, by index, from the first saved tensor that it reads to the last. If
         every slot is in use, the lease that was read least recently ends, and is taken anew when it is needed."""
         self._upcoming: tuple[Sequence[int], bool] = (), False
-        """The layers that the last call expected, and whether ranks gather them."""
+        """The layers that the last :meth:`acquire` expected, and whether ranks gather them."""
         self._chosen: collections.deque[tuple[WeightSlot, Fetched]] = collections.deque()
-        """Slots that ranks chose for gathers that aren't issued yet, with the layers."""
+        """Slots that all ranks chose for gathers that this rank hasn't issued yet, with the layers."""
         self.at_address: dict[int, WeightSlot] = {}
         """All slots, by their address."""
         self.note_moves()
@@ -67,21 +68,23 @@ class Prefetcher:
 
     @property
     def held_bytes(self) -> int:
+        """Size of the slots of :meth:`hold`."""
         return sum(self.own_slots[index].buffer.numel() for index in self._held)
 
     @property
     def all_on_device(self) -> bool:
+        """Whether all layers' units live on the device."""
         return len(self.own_slots) - len(self._held) == len(self._layers)
 
     def drop_own_slots(self) -> None:
-        """Drops the slots of single layers, and their memory unless somebody else holds it. No copy may be in flight."""
+        """Drops the slots of single layers. Memory of units on the device stays theirs. No copy may be in flight."""
         self.own_slots, self._held = {}, []
         self._note_slots()
 
     def close(self) -> None:
         """Drops all slots. Nothing may be fetched afterwards."""
-        for held in (self.slots, self.own_slots, self._held, self.at_address):
-            held.clear()
+        for collection in (self.slots, self.own_slots, self._held, self.at_address):
+            collection.clear()
 
     def hold(self, index: int) -> None:
         """Gives a layer without one a slot of its own until :meth:`let_go`, or raises a ``torch.OutOfMemoryError``."""
@@ -106,22 +109,22 @@ class Prefetcher:
         return freed_bytes
 
     def note_moves(self) -> None:
-        """Called when units have moved. Layers on the device become slots of their own. No kernel or copy may be in flight."""
+        """Called when units have moved: those on the device become slots of their own. No kernel or copy may be in flight."""
         self.drop_own_slots()
-        self._refused_at.clear()
+        self._late_since.clear()
         for layer in self._layers:
             if isinstance(layer.unit, HostUnit) and layer.unit.is_on_device:
                 self.own_slots[layer.index] = WeightSlot(layer.unit.weights, self._streams)
         if len(self.own_slots) == len(self._layers):
             self.slots = []
         elif not self.slots:
-            self.slots = [self._new_slot(self._largest) for _ in range(self.slot_count)]
+            self.slots = [self._new_slot(self._slot_bytes) for _ in range(self.slot_count)]
         self._note_slots()
 
-    def all_held(self) -> dict[int, WeightSlot]:
+    def own_slots_of_all(self) -> dict[int, WeightSlot]:
         """If all layers' weights are in slots of their own (held, or on the device): those slots, by the layer's index.
-        Otherwise an empty dict. Kernels of forwards without a graph may read them without releasing them. The next copy into a
-        slot is ordered behind the stream that is current then, so a script that changes streams must join them."""
+        Otherwise an empty dict. Kernels of forwards without a graph may read them without releasing them, since :meth:`fill`
+        orders the next copy behind the stream that is current then. A script that changes streams must join them."""
         if len(self.own_slots) < len(self._layers) or None in map(self._slot_of, self._layers):
             return {}
         if not self._last_copied_event.query():
@@ -135,12 +138,12 @@ class Prefetcher:
         """Makes a layer's weights usable by kernels issued after this, in the slot at this ``address`` or in any. Prefetches
         the ``upcoming`` layers (indices, nearest first). Raises a ``StepWorkerError`` if the layer's step failed."""
         layer.refresh_if_written()
-        slot = self._gathered(layer) if together else self._slot_of(layer, address=address)
+        slot = self._slot_of_all_ranks(layer) if together else self._slot_of(layer, address=address)
         if slot is None:
             self._wait_for_step(layer)
             slot = self._victim(layer, set(), address=address)
             self.fill(slot, layer)
-        slot.users += 1
+        slot.user_count += 1
         slot.last_used = next(self._clock)
         self._upcoming = upcoming, together
         try:
@@ -155,20 +158,20 @@ class Prefetcher:
 
     def _wait_for_step(self, layer: Fetched) -> None:
         if not layer.gate.is_open:
-            self._refused_at.setdefault(layer.index, time.perf_counter())
+            self._late_since.setdefault(layer.index, time.perf_counter())
         self._meter.wait_for_step(layer.name, layer.gate)
 
     def release(self, slot: WeightSlot) -> None:
         """Called by whoever acquired the slot, after the last kernel that reads it was issued."""
         slot.compute_finished_event.record(self._streams.compute_stream)
-        slot.users -= 1
+        slot.user_count -= 1
 
     def leased(self, layer: Fetched, address: int | None = None) -> WeightSlot | None:
-        """The slot of the layer's lease, if it holds the current weights, at this ``address`` or any. Else the lease ends."""
+        """The slot of the layer's lease, if it has the current weights, at this ``address`` or any. Else the lease ends."""
         slot, unit = self.leases.get(layer.index), layer.unit
         if slot is None:
             return None
-        if address in (None, slot.address) and (slot.holder == (layer.index, unit.version) or unit.is_on_device):
+        if address in (None, slot.address) and (slot.contents == (layer.index, unit.version) or unit.is_on_device):
             slot.last_used = next(self._clock)
             return slot
         self.end_lease(layer.index, prefetches=False)
@@ -190,59 +193,66 @@ class Prefetcher:
         """How many calls to name as upcoming: one for each slot, since layers with slots of their own may be between them."""
 
     def _slot_of(self, layer: Fetched, together: bool = False, address: int | None = None) -> WeightSlot | None:
-        """The slot that has the layer's current weights, or will once its copy is over: the one at this ``address``, else its
-        own if it has one, else a shared one. With ``together``, the one into which ranks gathered them."""
-        own = self.own_slots.get(layer.index) if address is None else self.at_address[address]
-        holder = (layer.index, layer.unit.version)
-        for slot in self.slots if own is None else (own,):
-            if (slot.gathered if together else slot.holder) == holder:
+        """The slot that has the layer's current weights, or will once its copy is over. Only the one at this ``address`` is
+        looked at, else the layer's own, else all shared ones. With ``together``, it is the one that ranks chose for it."""
+        only = self.own_slots.get(layer.index) if address is None else self.at_address[address]
+        contents = (layer.index, layer.unit.version)
+        for slot in self.slots if only is None else (only,):
+            if (slot.agreed_contents if together else slot.contents) == contents:
                 return slot
-        return own if own is not None and layer.unit.is_on_device else None
+        # A layer on the device is always in its slot, which is the unit's memory.
+        return only if only is not None and layer.unit.is_on_device else None
 
     def _victim(self, layer: Fetched, wanted: set[int], together: bool = False, address: int | None = None) -> WeightSlot:
-        """The slot to overwrite: at this ``address``, the layer's own, a stale one, or the least recently used, ``wanted``
-        layers' last. If none is free the least recently read lease ends. Raises a ``StateError`` if running layers use all."""
-        own = self.own_slots.get(layer.index) if address is None else self.at_address[address]
-        slots = self.slots if own is None else [own]
+        """The slot to overwrite: at this ``address``, or the layer's own, or of all shared ones a stale one, or the least
+        recently used, of ``wanted`` layers only if all others are in use. If none is free the lease that was read least
+        recently ends. Raises a ``StateError`` if running layers use all."""
+        only = self.own_slots.get(layer.index) if address is None else self.at_address[address]
+        slots = self.slots if only is None else [only]
 
-        def rank(slot: WeightSlot) -> tuple[bool, int]:
-            holder, last_used = (slot.gathered, slot.last_gathered) if together else (slot.holder, slot.last_used)
-            if holder is None or holder[1] != self._layers[holder[0]].unit.version:
+        def worth(slot: WeightSlot) -> tuple[bool, int]:
+            contents, used = (slot.agreed_contents, slot.last_used_together) if together else (slot.contents, slot.last_used)
+            if contents is None or contents[1] != self._layers[contents[0]].unit.version:
                 return False, -1
-            return holder[0] in wanted, last_used
+            return contents[0] in wanted, used
 
-        if free := [slot for slot in slots if not slot.users]:
-            return min(free, key=rank) if len(free) > 1 else free[0]
-        leased = [index for index, slot in self.leases.items() if slot in slots and slot.users == 1]
+        if free := [slot for slot in slots if not slot.user_count]:
+            return min(free, key=worth) if len(free) > 1 else free[0]
+        # A lease counts as one user, so these slots have no other.
+        leased = [index for index, slot in self.leases.items() if slot in slots and slot.user_count == 1]
         if not leased:
-            raise StateError(f"layer {layer.name} finds all {len(slots)} slots in use; raise megatrain_config.placement.slots")
+            raise StateError(
+                f"layer {layer.name} needs a weight slot, but running layers use all {len(slots)}; raise "
+                "megatrain_config.placement.slots"
+            )
         index = min(leased, key=lambda index: self.leases[index].last_used)
         found = self.leases[index]
         self.end_lease(index, prefetches=False)
         return found
 
-    def _gathered(self, layer: Fetched) -> WeightSlot:
+    def _slot_of_all_ranks(self, layer: Fetched) -> WeightSlot:
         """The slot with a layer that all ranks ask for. They choose the same one."""
         slot = self._slot_of(layer, together=True) or self._choose(layer, set())
-        slot.last_gathered = next(self._clock)
-        self._issue(until=slot)
-        if slot.holder != slot.gathered:
+        slot.last_used_together = next(self._clock)
+        self._issue(last=slot)
+        if slot.contents != slot.agreed_contents:
+            # This rank alone has copied something else over the gathered weights since.
             self.fill(slot, layer)
         return slot
 
     def _choose(self, layer: Fetched, wanted: set[int]) -> WeightSlot:
         """Chooses the slot into which all ranks gather a layer next."""
         slot = self._victim(layer, wanted, together=True)
-        slot.gathered = (layer.index, layer.unit.version)
+        slot.agreed_contents = (layer.index, layer.unit.version)
         self._chosen.append((slot, layer))
         return slot
 
-    def _issue(self, until: WeightSlot | None = None) -> None:
-        """Issues the chosen gathers in order, as far as steps are applied. Waits for steps until slot ``until`` is filled."""
+    def _issue(self, last: WeightSlot | None = None) -> None:
+        """Issues the chosen gathers in order, as far as steps are applied. Up to slot ``last`` it waits for the steps."""
         while self._chosen:
             slot, layer = self._chosen[0]
-            if not layer.gate.is_open and all(chosen is not until for chosen, _ in self._chosen):
-                self._refused_at.setdefault(layer.index, time.perf_counter())
+            if not layer.gate.is_open and not any(chosen is last for chosen, _ in self._chosen):
+                self._late_since.setdefault(layer.index, time.perf_counter())
                 return
             self._wait_for_step(layer)
             self._chosen.popleft()
@@ -251,26 +261,27 @@ class Prefetcher:
     def issue_all(self) -> None:
         """Issues all chosen gathers before this rank does something else, since other ranks may wait for them."""
         if self._chosen:
-            self._issue(until=self._chosen[-1][0])
+            self._issue(last=self._chosen[-1][0])
 
-    def forget_gathered(self) -> None:
-        """Nothing counts as gathered any more. Called by all ranks, whose notes may differ where layers moved."""
+    def forget_agreed(self) -> None:
+        """Clears what slots note of gathers. Called by all ranks, whose notes may differ where layers moved."""
         for slot in self.slots:
-            slot.gathered, slot.last_gathered = None, 0
+            slot.agreed_contents = None
+            slot.last_used_together = 0
 
     def prefetch(self, upcoming: Sequence[int], together: bool = False) -> None:
         """Issues the copies of the upcoming layers, for as many as there are free slots."""
-        room = sum([not slot.users for slot in self.slots])
+        free_count = sum([not slot.user_count for slot in self.slots])
         wanted: set[int] = set()
         """Layers that get a shared slot."""
         missing: dict[int, Fetched] = {}
         for index in upcoming:
-            # A held layer needs no shared slot: its copy may begin as soon as its step is applied.
+            # A layer with a slot of its own needs no shared one: its copy may begin as soon as its step is applied.
             if index not in self.own_slots and index not in wanted:
-                if len(wanted) == room:
+                if len(wanted) == free_count:
                     continue
                 wanted.add(index)
-            # `acquire` notices writes to weights since a layer's last use.
+            # Scripts' writes to weights since a layer's last use are noticed later, by `acquire`.
             if self._slot_of(layer := self._layers[index], together) is None:
                 missing[index] = layer
         for index, layer in missing.items():
@@ -278,28 +289,29 @@ class Prefetcher:
                 self._choose(layer, wanted)
                 continue
             if not layer.gate.is_open:
-                self._refused_at.setdefault(index, time.perf_counter())
-                break  # tried again with the next layer, at the latest when it is needed
-            layer.gate.wait()
+                self._late_since.setdefault(index, time.perf_counter())
+                break  # the next call of a layer tries again, and the layer's own call waits
+            layer.gate.wait()  # doesn't block now, but raises if the step failed
             self.fill(self._victim(layer, wanted), layer)
         if self._chosen:
             self._issue()
 
-    def trial(self, together: bool) -> None:
+    def fetch_largest(self, together: bool) -> None:
         """Fetches the largest layer on the host, to be timed. Called by all ranks at once."""
-        of_host = [layer for layer in self._layers if not layer.unit.is_on_device]
-        self.fill(self.slots[0], max(of_host, key=lambda layer: layer.unit.layout.weight_bytes), together)
-        self.slots[0].holder = None
+        on_host = [layer for layer in self._layers if not layer.unit.is_on_device]
+        self.fill(self.slots[0], max(on_host, key=lambda layer: layer.unit.layout.weight_bytes), together)
+        self.slots[0].contents = None
 
     def fill(self, slot: WeightSlot, layer: Fetched, together: bool = False) -> None:
-        """Issues the copy of a layer's weights into a slot, or that of this rank's range of them, which all ranks gather."""
-        assert not slot.users, f"layer {layer.name} would overwrite a slot in use"
-        slot.holder = None  # an interrupt before the copy is issued must not leave a slot that claims to hold the layer
+        """Issues the copy of a layer's weights into a slot. With ``together`` this rank copies its range of the weights only,
+        and all ranks gather the ranges."""
+        assert not slot.user_count, f"layer {layer.name} would overwrite a slot in use"
+        slot.contents = None  # an interrupt before the copy is issued must not leave a slot that claims to have the layer
         unit, index = layer.unit, layer.index
-        unit.register_weights()  # only here, so that a unit that moves to the device first is never registered
-        refused_at = self._refused_at.pop(index, None)
-        slot.late_ms = 0.0 if refused_at is None else 1e3 * (time.perf_counter() - refused_at)
-        if index in self.own_slots:  # readers that got it from all_held() don't release it
+        unit.page_lock_weights()  # only here, so that a unit that moves to the device first is never page-locked
+        late_since = self._late_since.pop(index, None)
+        slot.late_ms = 0.0 if late_since is None else 1e3 * (time.perf_counter() - late_since)
+        if index in self.own_slots:  # readers that got it from own_slots_of_all() don't release it
             slot.compute_finished_event.record(self._streams.compute_stream)
         h2d_stream = self._streams.h2d_stream
         with self._streams.on(h2d_stream), named_range(f"megatrain::prefetch ({layer.name})"):
@@ -314,5 +326,5 @@ class Prefetcher:
                         target.copy_(source, non_blocking=True)
             slot.params_copied_event.record(h2d_stream)
         self._last_copied_event = slot.params_copied_event
-        slot.holder = (index, unit.version)
+        slot.contents = (index, unit.version)
         self._meter.counters.weight_fetches += 1

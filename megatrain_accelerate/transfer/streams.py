@@ -1,16 +1,16 @@
 """The engine's streams, the slots that hold weights and gradients on the device, and a stand-in without a GPU.
 
-=============== ==================================================== =============================================
+=============== ==================================================== ===============================================
 stream          carries                                              overlaps
-=============== ==================================================== =============================================
-compute_stream  the model's own kernels; always the current stream   both copy streams
-h2d_stream      weights, host to device, one copy a layer;           compute of the layer before, of the part before
+=============== ==================================================== ===============================================
+compute_stream  the model's own kernels; always the current stream   h2d_stream and d2h_stream
+h2d_stream      weights, host to device, one copy a layer;           compute of the layer before, or of the part before
                 for a part of its experts one copy a parameter
 d2h_stream      gradients, device to host, as many copies            compute of the layer that follows in backward
-both of these   offloaded activations; exchanges between ranks       compute of other layers
-step_stream     steps of states on the device of units on the host   the next forward
-arriving_stream their gradients, host to device, one copy a step     the step before
-=============== ==================================================== =============================================
+h2d and d2h     offloaded activations; exchanges between ranks       compute of other layers
+step_stream     optimizer steps of units that have device_states     the next forward
+arriving_stream gradients of these, host to device, one copy a step  the step before
+=============== ==================================================== ===============================================
 
 Events are attributes of the objects that they protect. They order the reuse of slots, so that ``record_stream`` isn't needed.
 """
@@ -75,7 +75,7 @@ class Streams:
         return torch.cuda.stream(stream) if self.is_cuda else _NO_STREAM
 
     def synchronize(self) -> None:
-        """Blocks until all work that was issued to the device is over. For use between steps only."""
+        """Blocks until all work that was issued to the device is over. It is for use between steps only."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
@@ -84,6 +84,7 @@ class _Slot:
     """A flat uint8 buffer on the device, as long as the largest layer that it is to hold, with cached views of it."""
 
     trainable_only = False
+    """Whether the buffer is for the trainable parameters alone, which come first in a layout."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
@@ -93,7 +94,7 @@ class _Slot:
     def bytes_of(self, begin: int, end: int) -> torch.Tensor:
         """A range of the buffer. The view is cached."""
         if (begin, end) not in self._ranges:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False):  # autograd doesn't take ``data`` for a view of the buffer
                 self._ranges[begin, end] = self.buffer[begin:end].data
         return self._ranges[begin, end]
 
@@ -108,67 +109,69 @@ class _Slot:
 
 class WeightSlot(_Slot):
     """One layer's weights on the device, in its flat layout from byte 0. Owner: the prefetcher. Writer: the h2d stream.
-    Reader: the compute stream. It may be written again once ``compute_finished_event`` is over."""
+    Reader: the compute stream. It may be written again once ``compute_finished_event`` is complete."""
 
     def __init__(self, buffer: torch.Tensor, streams: Streams) -> None:
         super().__init__(buffer)
         self.address = buffer.untyped_storage().data_ptr()
         """Address of the buffer, by which the slot of a tensor is found."""
-        self.holder: tuple[int, int] | None = None
-        """(layer index, version of the unit's weights) that the buffer holds, or will once ``params_copied_event`` is over."""
-        self.gathered: tuple[int, int] | None = None
-        """As :attr:`holder`, for what all ranks last gathered. If they differ this rank has copied over it since."""
-        self.last_used = self.last_gathered = 0
-        """The prefetcher's clock when a call last used it, and when a call that all ranks make did."""
-        self.users = 0
-        """Number of calls of its layer that issue kernels that read it. Nothing else may be copied into it meanwhile."""
+        self.contents: tuple[int, int] | None = None
+        """(layer index, version of its unit's weights) in the buffer now, or once ``params_copied_event`` is complete."""
+        self.agreed_contents: tuple[int, int] | None = None
+        """As :attr:`contents`: what all ranks last chose to gather into it. They differ until this rank has issued the gather,
+        and once it has copied something else over it."""
+        self.last_used = self.last_used_together = 0
+        """The prefetcher's clock at the last call that used it, and at the last one of those that all ranks make together."""
+        self.user_count = 0
+        """Number of calls, and leases, that read it. Nothing may be copied into it meanwhile."""
         self.late_ms = 0.0
-        """How much earlier the copy would have been issued without a wait for the layer's step. For the counters."""
-        self.reader: Any = None
-        """The call of its layer that is computing with it, see :meth:`read_by`."""
+        """How much earlier the copy would have been issued without its layer's step, for ``Meter.compute_waits_for``."""
+        self.current_call: Any = None
+        """The call of its layer that is computing with it, see :meth:`read_by`. What it saves for backward refers to it."""
         self.leaves: list[torch.Tensor] = []
         """The weights that are bound to the layer while it has a lease of the slot (:attr:`.prefetch.Prefetcher.leases`)."""
         self.until_lease_ends: list[contextlib.AbstractContextManager[object]] = []
         """Context managers that are exited when the lease ends, the last one first."""
         self.params_copied_event = streams.event()
         self.compute_finished_event = streams.event()
-        self._at: dict[Place, torch.Tensor] = {}
-        self.places: dict[Place, Place] = {}
-        """Maps each :data:`Place` to which a graph refers to one object that stands for all equal ones."""
+        self._view_at: dict[Place, torch.Tensor] = {}
+        self.interned_places: dict[Place, Place] = {}
+        """One object for all equal places, to which graphs then refer. The key and the value are the same."""
 
     def read_by(self, call: Any) -> contextlib.AbstractContextManager[None]:
-        """Makes ``call``, of the slot's layer, its :attr:`reader` while the body runs."""
-        return replaced(self, "reader", call)
+        """Makes ``call``, of the slot's layer, its :attr:`current_call` while the body runs."""
+        return replaced(self, "current_call", call)
 
-    def require_reader(self) -> Any:
-        """The slot's :attr:`reader`. Raises a ``StateError`` without one: another layer's weights may soon be there."""
-        if self.reader is None:
+    def require_current_call(self) -> Any:
+        """The :attr:`current_call`. Raises a ``StateError`` without one: another layer's weights may soon be in the slot."""
+        if self.current_call is None:
             raise StateError(
-                "a weight of a streamed layer is used outside the layer's forward, where another layer's may lie in its "
-                "place; use the parameter itself, or set megatrain_config.layer_classes to larger blocks"
+                "a weight of a streamed layer was used outside the layer's forward, when its slot may hold another layer's "
+                "weights; use the parameter itself, or set megatrain_config.layer_classes to larger blocks"
             )
-        return self.reader
+        return self.current_call
 
-    def uses_with(self, layout: FlatLayout) -> int:
-        """How many tensors refer to the buffer. The layout's own views count, those of :meth:`view` don't."""
+    def tensor_count(self, layout: FlatLayout) -> int:
+        """How many tensors refer to the buffer, without those of :meth:`view`. If a forward leaves more than it found, and
+        they aren't leaves of the graph, something that autograd doesn't see keeps weights (a function's context)."""
         self.views(layout)
-        return int(torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata)) - len(self._at)
+        return int(torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata)) - len(self._view_at)
 
     def view(self, place: Place) -> torch.Tensor:
         """A tensor in the buffer, by its :data:`Place`. It is cached."""
-        if (view := self._at.get(place)) is None:
+        if (view := self._view_at.get(place)) is None:
             dtype, shape, stride, offset = place
             with torch.inference_mode(False), torch.no_grad():
-                # Not a view of the buffer: it would hold another tensor, and each counts as one use of the memory.
+                # A slice in another dtype would hold one more tensor over the buffer, and :meth:`tensor_count` count it.
                 view = torch.empty(0, dtype=dtype, device=self.buffer.device)
-                self._at[place] = view.set_(self.buffer.untyped_storage(), offset, shape, stride)
+                self._view_at[place] = view.set_(self.buffer.untyped_storage(), offset, shape, stride)
         return view
 
 
 class GradientSlot(_Slot):
     """One layer's gradients on the device until they are on the host: the trainable prefix of its flat layout, of at most
     ``size_bytes`` and ``parameter_count`` parameters. Owner: the gradient offloader. Writer: the compute stream, and for means
-    of several ranks the d2h stream. Reader: the d2h stream. It may be written again once ``grads_copied_event`` is over."""
+    over ranks the d2h stream. Reader: the d2h stream. It may be written again once ``grads_copied_event`` is complete."""
 
     trainable_only = True
 

@@ -184,7 +184,7 @@ def test_a_patch_that_does_not_fit_keeps_training_from_running(monkeypatch: pyte
     def fails() -> None:
         raise PatchError("can't patch accelerate.accelerator:Accelerator.prepare_model")
 
-    monkeypatch.setattr(checks, "ensure_ready", fails)
+    monkeypatch.setattr(checks, "require_patches", fails)
     found = only(checks.hooks())
     assert found.state == "broken"
     assert "prepare_model" in found.text

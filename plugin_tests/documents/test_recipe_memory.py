@@ -54,7 +54,7 @@ def test_gpu_memory_is_the_engines_prediction_where_every_layer_streams(monkeypa
     engine = attach(model, **nothing)
     ids = torch.zeros((4, 512), dtype=torch.long)
     engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})
-    predicted = engine.device_plan.made.predicted_bytes
+    predicted = engine.device_plan.current.predicted_bytes
     engine.close()
     # Logits and their gradient are the largest part, and the loss makes an fp32 copy of some of them.
     assert need.gpu_bytes == pytest.approx(predicted, rel=0.35)

@@ -76,7 +76,7 @@ def test_the_leanest_step_is_the_one_that_the_engine_predicts() -> None:
     ids = torch.zeros((4, 64), dtype=torch.long)
     real = attach(model, **settings)
     real.device_plan.follow(model, {"input_ids": ids, "labels": ids})
-    assert forecaster(**settings).least_gpu_bytes(4, 64) == real.device_plan.made.predicted_bytes
+    assert forecaster(**settings).least_gpu_bytes(4, 64) == real.device_plan.current.predicted_bytes
 
 
 def test_no_parameter_has_memory_however_large_the_model() -> None:
@@ -397,6 +397,6 @@ def test_the_search_is_the_plans_own() -> None:
         MACHINE,
         budget,
         host_budget_bytes=found.plan._host_budget_bytes(),
-        fixed=found.plan._fixed(),
+        fixed=found.plan._fixed_counts(),
     )
     assert search.best() == found.forecast(2, 64).candidate

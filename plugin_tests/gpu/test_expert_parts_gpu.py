@@ -140,7 +140,7 @@ def test_zeros_of_a_part_without_tokens_are_written_behind_slow_copies(monkeypat
 
     def gradients(*batches: torch.Tensor) -> list[torch.Tensor]:
         engine = attach(model := tiny_experts(attn_implementation="eager"), device="cuda", expert_parts=6)
-        engine.runtime.offloader.gradients_complete = lambda: False  # so that backward doesn't wait for them
+        engine.runtime.offloader.is_last_backward = lambda: False  # so that backward doesn't wait for them
         weights = [layer.mlp.experts.down_proj for layer in model.model.layers]
         for ids in batches:
             for weight in weights:
@@ -171,7 +171,7 @@ def peak_of(parts: int, **settings: Any) -> tuple[int, int, int]:
         model(input_ids=ids.cuda(), labels=ids.cuda()).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    peak, predicted = torch.cuda.max_memory_allocated() - base, engine.device_plan.made.predicted_bytes
+    peak, predicted = torch.cuda.max_memory_allocated() - base, engine.device_plan.current.predicted_bytes
     held = engine.device_plan.budget.held_bytes_by_kind()
     engine.close()
     return peak, predicted, sum(count for kind, count in held.items() if "slots" in kind)
@@ -207,6 +207,6 @@ def test_a_plan_cuts_experts_whose_slots_would_fill_the_gpu_and_trains_within_it
         optimizer.step()
         optimizer.zero_grad()
     peak = torch.cuda.max_memory_allocated() - base
-    assert peak <= engine.device_plan.made.predicted_bytes <= 1.25 * 2**30
+    assert peak <= engine.device_plan.current.predicted_bytes <= 1.25 * 2**30
     assert all(0.0 < loss < 20.0 for loss in losses)
     engine.close()

@@ -47,4 +47,4 @@ def test_a_step_is_measured_and_planned_for(family: Family) -> None:
     # Sizes of pictures, places of tokens, ends of sentences: what the forward decides by is known to the plan.
     with planned_training(family) as engine:
         # A model as small as these fits whole.
-        assert engine.device_plan.made.placement.kept or engine.device_plan.made.placement.on_device
+        assert engine.device_plan.current.placement.kept or engine.device_plan.current.placement.on_device

@@ -33,7 +33,7 @@ def trained(folder: Path, **settings: Any) -> tuple[TrainerRun, int, int]:
         trainer.train()
         engine = engine_of(trainer.model)
         assert engine is not None
-        peaks.extend([torch.cuda.max_memory_allocated() - base, engine.device_plan.made.predicted_bytes])
+        peaks.extend([torch.cuda.max_memory_allocated() - base, engine.device_plan.current.predicted_bytes])
 
     run = run_trainer(
         make,

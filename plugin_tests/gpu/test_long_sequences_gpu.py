@@ -58,7 +58,7 @@ def peak_of_step(length: int, **settings: Any) -> tuple[int, int, Training]:
     run.engine.drain()
     peak = torch.cuda.max_memory_allocated() - base
     run.engine.close()
-    return peak, run.engine.device_plan.made.predicted_bytes, run
+    return peak, run.engine.device_plan.current.predicted_bytes, run
 
 
 @pytest.mark.parametrize("tile", [1000, 4096])
@@ -130,13 +130,13 @@ def test_the_plan_runs_by_tiles_what_does_not_fit_whole_and_keeps_its_promises(c
     torch.cuda.reset_peak_memory_stats()
     losses += [run.step(ids, max_norm=1.0) for _ in range(3)]
     run.engine.drain()
-    peak, predicted = torch.cuda.max_memory_allocated() - base, run.engine.device_plan.made.predicted_bytes
+    peak, predicted = torch.cuda.max_memory_allocated() - base, run.engine.device_plan.current.predicted_bytes
     table = " ".join(capsys.readouterr().err.split())
     assert run.engine.runtime.token_tile == 8192
     assert "8192 tokens: input_layernorm, post_attention_layernorm, mlp of Qwen2DecoderLayer" in table
     assert peak <= predicted <= budget
     assert losses[-1] < losses[0]
-    assert run.engine.device_plan.made.predicted_time is not None
+    assert run.engine.device_plan.current.predicted_time is not None
     run.engine.close()
 
 
@@ -156,7 +156,7 @@ def test_inputs_leave_for_as_many_layers_as_must(monkeypatch: pytest.MonkeyPatch
     all_here, predicted, _ = peak_of_step(length, **settings, offloaded_inputs=False)
     budget = predicted - 2 * hidden
     peak, _, run = peak_of_step(length, **settings, gpu_memory_gib=budget / GIB)
-    away = run.engine.device_plan.made.placement.inputs_offloaded
+    away = run.engine.device_plan.current.placement.inputs_offloaded
     assert 2 <= len(away) < 6
     assert peak <= budget
     assert peak < all_here

@@ -63,7 +63,7 @@ def peak_of(**settings: Any) -> tuple[int, int]:
         model(input_ids=ids.cuda(), labels=ids.cuda()).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    peak, predicted = torch.cuda.max_memory_allocated() - base, engine.device_plan.made.predicted_bytes
+    peak, predicted = torch.cuda.max_memory_allocated() - base, engine.device_plan.current.predicted_bytes
     engine.close()
     return peak, predicted
 

@@ -68,7 +68,7 @@ def smallest_budget_bytes(case: dict[str, int]) -> int:
     ids = torch.zeros(case["batch"], case["length"] + case["longer"], dtype=torch.long, device="cuda")
     run.engine.device_plan.follow(run.model, {"input_ids": ids, "labels": ids})
     run.engine.close()
-    return run.engine.device_plan.made.predicted_bytes
+    return run.engine.device_plan.current.predicted_bytes
 
 
 def built(case: dict[str, int], **settings: object) -> Training:
@@ -104,7 +104,7 @@ def test_no_random_combination_runs_out_of_its_budget(first: int) -> None:
             ids = token_batches(1, batch=case["batch"], length=length, vocabulary=case["vocabulary"])[0].cuda()
             run.step(ids, max_norm=1.0)
         run.engine.drain()
-        placement = run.engine.device_plan.made.placement
+        placement = run.engine.device_plan.current.placement
         placements.add((len(placement.kept) > 0, len(placement.on_device) > 0, placement.groups_on_device))
         run.engine.close()
         del run, ids

@@ -79,7 +79,7 @@ def test_a_step_of_padded_batches_takes_the_memory_that_was_predicted() -> None:
         model(**inputs).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    peak, predicted = torch.cuda.max_memory_allocated(), engine.device_plan.made.predicted_bytes
+    peak, predicted = torch.cuda.max_memory_allocated(), engine.device_plan.current.predicted_bytes
     assert 0.9 * predicted < peak < 1.02 * predicted
     engine.close()
 

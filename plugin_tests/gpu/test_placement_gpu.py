@@ -172,8 +172,8 @@ def trained(*lengths: int, **settings: object) -> Training:
 
 def test_a_model_that_fits_is_wholly_on_the_gpu() -> None:
     run = trained(device_layers=None)
-    assert run.engine.device_plan.made.placement.groups_on_device
-    assert len(run.engine.device_plan.made.placement.on_device) == 12
+    assert run.engine.device_plan.current.placement.groups_on_device
+    assert len(run.engine.device_plan.current.placement.on_device) == 12
     assert sum(run.engine.host_bytes_by_kind().values()) == 0
 
 
@@ -192,7 +192,7 @@ def test_the_predicted_peak_holds_within_five_percent(
     before = torch.cuda.memory_allocated()
     run = trained(*lengths, gpu_memory_gib=budget_gib, device_layers=None)
     measured = torch.cuda.max_memory_allocated() - before
-    predicted = run.engine.device_plan.made.predicted_bytes
+    predicted = run.engine.device_plan.current.predicted_bytes
     assert measured <= predicted
     # The workspaces that the prediction sets aside aren't all used by so small a model.
     assert predicted - measured <= 0.05 * measured + 0.15 * GIB

@@ -152,7 +152,7 @@ def test_layers_are_kept_up_to_the_budget_and_fewer_for_a_larger_batch(monkeypat
             optimizer.zero_grad()
             kept.append(len(engine.runtime.calls.policy.kept))
         peaks.append(torch.cuda.max_memory_allocated() - base)
-        assert peaks[-1] <= engine.device_plan.made.predicted_bytes <= budget_gib * 2**30
+        assert peaks[-1] <= engine.device_plan.current.predicted_bytes <= budget_gib * 2**30
         engine.close()
     assert kept[0] > kept[1], "the longer batch leaves room for fewer"
     assert kept[1] < kept[3] < kept[5] == 8
@@ -240,10 +240,10 @@ def test_gpu_peak_stays_within_the_predicted_figure(length: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     peak = torch.cuda.max_memory_allocated() - base
-    assert peak <= engine.device_plan.made.predicted_bytes
+    assert peak <= engine.device_plan.current.predicted_bytes
     # Without the workspaces, which this small model hardly uses, the prediction is at most a third above: matrices here are
     # so small that one layer's gradients, which have left for their slot at the peak, still show.
-    assert engine.device_plan.made.predicted_bytes - LIBRARY_WORKSPACE_BYTES < 1.33 * peak
+    assert engine.device_plan.current.predicted_bytes - LIBRARY_WORKSPACE_BYTES < 1.33 * peak
     engine.close()
 
 

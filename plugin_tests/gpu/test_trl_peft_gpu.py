@@ -63,7 +63,7 @@ def test_a_step_with_trls_head_is_planned(tmp_path: Path) -> None:
     trainer = run_trl(sft, tmp_path, streamed=True).trainer
     engine = engine_of(trainer.model)
     assert engine is not None
-    assert engine.device_plan.made.predicted_bytes > 0
+    assert engine.device_plan.current.predicted_bytes > 0
 
 
 @pytest.mark.parametrize("targets", [LORA, PARAMETERS], ids=["modules", "parameters"])

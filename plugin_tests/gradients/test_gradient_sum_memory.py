@@ -162,7 +162,7 @@ def test_only_the_residuals_of_residents_travel_once_a_step() -> None:
         engine = attach(model, accumulation_dtype=dtype)
         batches = token_batches(4)
         for position, ids in enumerate(batches):
-            engine.runtime.offloader.gradients_complete = lambda position=position: position == 3
+            engine.runtime.offloader.is_last_backward = lambda position=position: position == 3
             model(input_ids=ids, labels=ids).loss.backward()
         moved[dtype] = engine.runtime.meter.counters.d2h_bytes
         residents = sum(state.parameter.numel() for group in engine.runtime.groups for state in group.unit.states)

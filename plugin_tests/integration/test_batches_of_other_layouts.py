@@ -148,11 +148,11 @@ REFUSED = [
     (TokensFirst, (4, 12), r"shape \(12, 4, 32\), but the tensors that the model was called with have 4 rows"),
     (TokensFirst, (6, 6), "either dimension may be the batch"),
     (lambda: TokensFirst(batch_first=True), (4, 12), "dimension 0 isn't the batch"),
-    (TokensFirstThroughout, (4, 12), "batch_first=False, and takes tokens first"),
+    (TokensFirstThroughout, (4, 12), "batch_first=False, so that dimension 0 is tokens and not samples"),
     (Tables, (6, 5), r"shape \(5, 32\) beside hidden states of shape \(6, 5, 32\)"),
     (Tables, (6, 6), "either dimension may be the batch"),
     (Biased, (4, 12), r"shape \(4, 1, 12\) beside hidden states of shape \(4, 12, 32\)"),
-    (Normalised, (6, 5), "its norm takes statistics of the whole batch"),
+    (Normalised, (6, 5), "its norm is a batch norm in training mode, whose statistics need the whole batch"),
 ]
 
 

@@ -81,7 +81,7 @@ def test_the_step_that_the_plan_expects_is_logged_where_it_expects_one(
 
     def predicts(plan: DevicePlan, *args: Any) -> None:
         follow(plan, *args)
-        plan.made = dataclasses.replace(plan.made, predicted_time=StepTime(0.25, 0.0, 0.0, 0.0, 0.0))
+        plan.current = dataclasses.replace(plan.current, predicted_time=StepTime(0.25, 0.0, 0.0, 0.0, 0.0))
 
     monkeypatch.setattr(DevicePlan, "follow", predicts)
     run = run_trainer(tiny_llama, tmp_path / "planned", streamed=True)

@@ -310,13 +310,13 @@ def test_parity_is_lost_if_a_layer_runs_with_anothers_weights(monkeypatch: pytes
     # The comparison sees what it is for.
     family = FAMILIES["bert_classifier"]
     plain = train_plainly(family, torch.bfloat16)
-    pieces, copied = HostUnit.pieces, list[torch.Tensor]()
+    copies, copied = HostUnit.copies, list[torch.Tensor]()
 
     def of_the_first_unit(unit: HostUnit, of_slot: Any) -> Any:
         copied.append(unit.weights)
-        return [(copied[0], place) for _, place in pieces(unit, of_slot)]
+        return [(copied[0], place) for _, place in copies(unit, of_slot)]
 
-    monkeypatch.setattr(HostUnit, "pieces", of_the_first_unit)
+    monkeypatch.setattr(HostUnit, "copies", of_the_first_unit)
     assert list(differences(train_streamed(family, torch.bfloat16), plain))
 
 

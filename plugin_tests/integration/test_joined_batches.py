@@ -618,7 +618,7 @@ def test_resume_in_and_between_epochs_is_bit_equal(tmp_path: Path, step: int) ->
             trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}") if resume else None)
             engine = engine_of(model)
             assert engine is not None
-            assert engine.runtime.gradient_sums.buffer is not None, "nothing was joined"
+            assert engine.runtime.piece_sums.buffer is not None, "nothing was joined"
             engine.drain()
             return masters_of(engine, model), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

@@ -202,6 +202,6 @@ def test_longer_rows_of_as_many_tokens_are_planned_for(attention: str) -> None:
                 optimizer.zero_grad()
             engine = engine_of(model)
             assert engine is not None
-            return engine.device_plan.made.predicted_bytes
+            return engine.device_plan.current.predicted_bytes
 
     assert predicted((64, 8), (1, 512)) >= predicted((1, 512))

@@ -227,7 +227,7 @@ def test_backward_through_a_model_that_was_taken_over_is_an_error() -> None:
         model, _ = prepared(accelerator)
         loss = loss_of(model, token_batches(1)[0])
         accelerator.prepare(Wrapper(model))
-        with pytest.raises(StateError, match=r"changed between forward and backward .*accelerator\.prepare\(\)"):
+        with pytest.raises(StateError, match=r"changed between forward and backward\. .*accelerator\.prepare\(\)"):
             loss.backward()
 
 

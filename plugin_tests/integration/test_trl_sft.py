@@ -176,8 +176,8 @@ def test_a_step_can_be_planned_though_trls_head_looks_at_data(tmp_path: Path, mo
     streamed = run_trl(trainer(prompts_and_completions), tmp_path / "ours", streamed=True, settings={"gpu_memory_gib": 1.0})
     engine = engine_of(streamed.trainer.model)
     assert engine is not None
-    assert engine.device_plan.made.predicted_bytes > 0
-    assert len(engine.device_plan.made.placement.kept) == 3
+    assert engine.device_plan.current.predicted_bytes > 0
+    assert len(engine.device_plan.current.placement.kept) == 3
     assert streamed.logged("loss") == pytest.approx(stock.logged("loss"), rel=1e-6)
 
 

@@ -146,7 +146,7 @@ def test_it_is_said_once_and_refused_where_the_host_has_no_room(
         model.model.layers[0].requires_grad_(True)
         with caplog.at_level(logging.WARNING):
             train(accelerator, model, optimizer, token_batches(3))
-        assert sum("adopting it anew" in record.message for record in caplog.records) == 1
+        assert sum("preparing it again" in record.message for record in caplog.records) == 1
         model.requires_grad_(True)
         with torch.no_grad():
             engine = engine_of(model)

@@ -105,7 +105,7 @@ def test_a_parameter_that_was_replaced_is_refused(fitting: Training) -> None:
 
 
 def test_sums_are_fp32_also_after_data_of_another_dtype_were_there(fitting: Training) -> None:
-    fitting.engine.runtime.offloader.gradients_complete = lambda: False
+    fitting.engine.runtime.offloader.is_last_backward = lambda: False
     weight = fitting.model.model.layers[1].mlp.up_proj.weight
     weight.data = weight.data.float()
     for _ in range(2):
@@ -161,7 +161,7 @@ def test_what_training_adds_is_never_made_on_the_host(
         assert not made
         assert loss == streamed.step(ids)
         made.clear()
-    assert len(run.engine.device_plan.made.placement.on_device) == 4
+    assert len(run.engine.device_plan.current.placement.on_device) == 4
     assert_equal_states(run.state(), streamed.state())
 
 

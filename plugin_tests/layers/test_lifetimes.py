@@ -198,7 +198,7 @@ def test_a_step_between_forward_and_backward_is_an_error() -> None:
     loss, late = loss_of(model, first), loss_of(model, second)
     loss.backward()
     optimizer.step()
-    with pytest.raises(StateError, match=r"layer .* were changed between forward and backward"):
+    with pytest.raises(StateError, match=r"layer .* changed between forward and backward"):
         late.backward()
     engine.close()
 

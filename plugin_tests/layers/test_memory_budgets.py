@@ -68,7 +68,7 @@ def passes(
     """Losses, the sum of gradients, and the number of graphs, of a pass for each length."""
     model = build().train()
     engine = attach(model, **{"compile_layers": True, "kept_layers": 0, **settings})
-    place(engine.device_plan, dataclasses.replace(engine.device_plan.made.placement, budgets=budgets))
+    place(engine.device_plan, dataclasses.replace(engine.device_plan.current.placement, budgets=budgets))
     torch.manual_seed(3)
     losses = []
     for length in lengths:
@@ -178,7 +178,7 @@ def saved_bytes(budgets: tuple[float, float], foretold: list[MemoryBudget] | Non
     model = tiny_model(hidden_size=128, intermediate_size=512, num_hidden_layers=1).train()
     engine = attach(model, bf16=False, compile_layers=True, kept_layers=0)
     runtime = engine.runtime
-    place(engine.device_plan, dataclasses.replace(engine.device_plan.made.placement, budgets=budgets))
+    place(engine.device_plan, dataclasses.replace(engine.device_plan.current.placement, budgets=budgets))
     inputs, saved = set[int](), dict[int, int]()
 
     def note(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
@@ -224,7 +224,7 @@ def test_budgets_save_what_was_foretold_without_compiling_them() -> None:
 def test_attention_is_computed_again_at_the_lowest_memory_budget_alone(budget: float, times: int) -> None:
     model = qwen2(attn_implementation="sdpa").train()
     engine = attach(model, bf16=False, compile_layers=True, kept_layers=0)
-    place(engine.device_plan, dataclasses.replace(engine.device_plan.made.placement, budgets=(budget, 1.0)))
+    place(engine.device_plan, dataclasses.replace(engine.device_plan.current.placement, budgets=(budget, 1.0)))
     ids = token_batches(1, 2, 16)[0]
     for is_compiled in (False, True):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

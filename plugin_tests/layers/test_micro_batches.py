@@ -300,16 +300,16 @@ def peaks(**settings: object) -> tuple[int, int]:
     predicted = peak_bytes(step_profile, sizes, placement) - sizes.slot_bytes - sizes.gradient_slot_bytes
     runtime = engine.runtime
     engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})  # not while it is measured
-    runtime.offloader.make_places(runtime.units)
-    runtime.gradient_sums.begin(runtime.layers[0].unit.layout)
-    assert runtime.gradient_sums.buffer is not None
+    runtime.offloader.allocate_gradients(runtime.units)
+    runtime.piece_sums.begin(runtime.layers[0].unit.layout)
+    assert runtime.piece_sums.buffer is not None
     present = [slot.buffer for slot in [*runtime.prefetcher.slots, *runtime.offloader.slots]]
     present += [
         *model.parameters(),
         *model.buffers(),
         *(tensor for unit in runtime.units for tensor in (unit.weights, unit.gradients)),
     ]
-    present += [runtime.norms.norms, runtime.gradient_sums.buffer]
+    present += [runtime.norms.norms, runtime.piece_sums.buffer]
     with LiveBytes(present) as live:
         model(input_ids=ids, labels=ids).loss.backward()
     engine.close()

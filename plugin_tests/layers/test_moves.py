@@ -61,7 +61,7 @@ def test_a_gradient_that_is_also_that_of_the_hidden_states_is_not_added_to_twice
     model.load_state_dict(plain.state_dict())
     engine = attach(model, bf16=False, device_layers=on_device)
     last = False
-    engine.runtime.offloader.gradients_complete = lambda: last
+    engine.runtime.offloader.is_last_backward = lambda: last
     for step in range(2):
         last = step == 1
         ids = torch.randint(0, 32, (1, 8), generator=torch.Generator().manual_seed(step))
@@ -81,7 +81,7 @@ def test_a_move_that_finds_no_room_leaves_every_unit_whole_and_can_be_tried_agai
     for training_run in (run, still):
         training_run.step(batches[0])
     plan = run.engine.device_plan
-    target = dataclasses.replace(plan.made.placement, on_device=frozenset({0, 1, 2}), groups_on_device=True)
+    target = dataclasses.replace(plan.current.placement, on_device=frozenset({0, 1, 2}), groups_on_device=True)
     made = []
     original = host_store.DeviceMemory.__init__
 
@@ -194,7 +194,7 @@ def test_an_optimizer_without_a_kernel_leaves_no_layer_on_the_device() -> None:
     model = tiny_model().train()
     run = training(model, torch.optim.SGD(model.parameters(), lr=0.1), device_layers=1)
     run.step(token_batches(1)[0])
-    assert run.engine.device_plan.made.placement.on_device == frozenset()
+    assert run.engine.device_plan.current.placement.on_device == frozenset()
     assert not run.engine.runtime.prefetcher.own_slots
 
 
@@ -212,7 +212,7 @@ def test_a_smaller_batch_is_planned_after_one_that_was_too_large_to_plan(monkeyp
         run.step(large)
     monkeypatch.setattr(device_plan, "sent_bytes", sent_bytes)
     run.step(small)
-    assert run.engine.device_plan.made.predicted_bytes > 0
+    assert run.engine.device_plan.current.predicted_bytes > 0
     assert device_plan.profile_step is profile_step
 
 

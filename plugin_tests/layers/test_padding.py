@@ -293,7 +293,7 @@ def test_the_plan_covers_batches_of_no_more_real_tokens_and_predicts_less_memory
     plan, predicted = engine.device_plan, []
     for lengths in ((128, 10, 10, 10, 10), (128, 8, 8, 8, 8), (128, 128, 128, 128, 128)):
         model(**batch(lengths)).loss.backward()
-        predicted.append(plan.made.predicted_bytes - LIBRARY_WORKSPACE_BYTES)
+        predicted.append(plan.current.predicted_bytes - LIBRARY_WORKSPACE_BYTES)
     assert predicted[0] == predicted[1] < 0.8 * predicted[2]
     assert 192 in rows
     engine.close()

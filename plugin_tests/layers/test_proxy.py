@@ -138,7 +138,7 @@ def test_gradient_checkpointing_stays_off_in_a_proxy_and_is_said_once(called: st
         enable_checkpointing(model)
         (model if called == "the model" else model.model)(input_ids=ids)
         assert not any(layer.gradient_checkpointing for layer in model.model.layers)
-    assert caplog.text.count("(gradient_checkpointing) is left off") == 1
+    assert caplog.text.count("(gradient_checkpointing) is switched off") == 1
     engine.close()
     enable_checkpointing(model)
     model(input_ids=ids)
@@ -239,5 +239,5 @@ def test_models_and_parts_of_layers_that_checkpoint_by_themselves_recompute_once
     loss.backward()
     assert runs == ["Sequential"] + 4 * ["Linear"], "each layer again, and nothing a third time"
     assert not any(part.gradient_checkpointing for part in parts)
-    assert caplog.text.count("is left off in them") == 1
+    assert caplog.text.count("is switched off in them") == 1
     engine.close()

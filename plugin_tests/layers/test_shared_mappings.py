@@ -88,7 +88,7 @@ def test_the_step_is_profiled() -> None:
     engine = attach(model, bf16=False)
     model.forward = lambda x, forward=model.forward: {"loss": forward(x)}  # type: ignore[method-assign,misc]
     model(x=batch())["loss"].backward()
-    assert engine.device_plan.made.predicted_bytes > 0
+    assert engine.device_plan.current.predicted_bytes > 0
     engine.close()
 
 

@@ -124,7 +124,7 @@ def test_the_step_of_a_family_is_planned_for(family: Decoder) -> None:
         engine = engine_of(model)
         assert engine is not None
         model(**family.batch(0)).loss.backward()
-        assert engine.device_plan.made.predicted_bytes > sum(engine.device_plan.budget.held_bytes_by_kind().values())
+        assert engine.device_plan.current.predicted_bytes > sum(engine.device_plan.budget.held_bytes_by_kind().values())
         engine.close()
 
 
@@ -143,7 +143,7 @@ def test_the_plan_follows_a_larger_batch_of_a_model_with_an_auxiliary_loss() -> 
             output = model(**batch)
             assert len(output.router_logits) == 3
             output.loss.backward()
-            predicted.append(engine.device_plan.made.predicted_bytes)
+            predicted.append(engine.device_plan.current.predicted_bytes)
         engine.close()
     assert 0 < predicted[0] < predicted[1]
 

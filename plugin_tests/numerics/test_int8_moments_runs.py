@@ -100,7 +100,7 @@ def test_a_trained_parameter_takes_6_bytes_less(
     monkeypatch.setattr("megatrain_accelerate.engine.require_host_bytes", lambda parts, *_, **__: planned.append(parts))
     model = tiny_model(hidden_size=128, intermediate_size=352, num_hidden_layers=6)
     engine, _ = adopted(model, "int8", **settings)
-    engine.runtime.offloader.make_places(engine.runtime.units)
+    engine.runtime.offloader.allocate_gradients(engine.runtime.units)
     for unit in engine.runtime.units:
         unit.allocate("moments")
     held = engine.host_bytes_by_kind()

@@ -167,7 +167,7 @@ def test_a_backward_after_a_step_whose_gradients_were_not_cleared_is_an_error() 
     model, engine, optimizer = trained()
     loss_of(model).backward()
     optimizer.step()
-    with pytest.raises(StateError, match=r"earlier step weren't cleared \(call optimizer\.zero_grad\(\)"):
+    with pytest.raises(StateError, match=r"earlier step weren't cleared, call optimizer\.zero_grad\(\)"):
         loss_of(model).backward()
     engine.close()
 

@@ -341,7 +341,7 @@ def test_what_follows_a_failure_is_as_if_nothing_had_failed(case: Case, placemen
 def test_a_failed_backward_leaves_no_sums(placement: str) -> None:
     model: Any = Net()
     with placed(model, placement, micro_batch_size=SIZE) as engine:
-        backwards, sums = engine.runtime.calls.backwards, engine.runtime.gradient_sums
+        backwards, sums = engine.runtime.calls.backwards, engine.runtime.piece_sums
         during: list[int] = []
         with called_in_backwards(model, lambda: during.extend(len(one._pieces) for one in backwards.values())):
             one_step(model)

@@ -129,7 +129,7 @@ def test_a_buffer_that_a_layer_replaces_is_replaced_once() -> None:
 def test_gradients_that_are_dropped_while_the_host_still_adds_to_them_do_not_come_back() -> None:
     model = tiny_model().train()
     engine = attach(model, bf16=False)
-    engine.runtime.offloader.gradients_complete = lambda: False
+    engine.runtime.offloader.is_last_backward = lambda: False
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     adopt_optimizer(optimizer, engine.runtime, "deferred")
 

@@ -199,7 +199,7 @@ def test_gradients_zeroed_in_place_stay_zero_though_copies_of_them_were_on_their
     kind: type[Optimizer], late_copies: LateCopies
 ) -> None:
     run = streamed(lambda model: kind(model.parameters(), lr=1e-2))
-    run.engine.runtime.offloader.gradients_complete = lambda: False  # a micro-batch: nobody waits at its end
+    run.engine.runtime.offloader.is_last_backward = lambda: False  # a micro-batch: nobody waits at its end
     run.engine.expect_accumulation(4)
     ids = token_batches(1)[0]
     run.model(input_ids=ids, labels=ids).loss.backward()

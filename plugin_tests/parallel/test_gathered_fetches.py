@@ -183,7 +183,7 @@ def accumulation(run: Training, rank: int, step: int, ids: torch.Tensor, is_reor
     """A backward ends with the fetches of the next forward's first layers, which one rank loses."""
     if step == 0:
         run.engine.expect_accumulation(2)
-    run.engine.runtime.offloader.gradients_complete = lambda: is_last
+    run.engine.runtime.offloader.is_last_backward = lambda: is_last
     for is_last in (False, True):
         with reordered(run) if is_last and is_reordered else contextlib.nullcontext():
             run.model(input_ids=ids, labels=ids).loss.backward()
@@ -333,7 +333,7 @@ def test_ranks_that_fetch_other_layers_end_and_both_are_named(tmp_path: Path) ->
     assert all(status != 0 for status, _ in results)
     output = "".join(text for _, text in results)
     assert "exchanges weights of" in output
-    assert "run other layers, or in another order" in output
+    assert "run different layers, or the same ones in a different order" in output
 
 
 def test_a_rank_that_ends_in_its_forward_ends_those_that_gather(tmp_path: Path) -> None:

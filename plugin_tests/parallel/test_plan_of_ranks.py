@@ -42,8 +42,8 @@ def training(rank: int, **settings: Any) -> Training:
 def planned(run: Training) -> dict[str, Any]:
     plan = run.engine.device_plan
     return {
-        "placement": repr(plan.made.placement),
-        "predicted": plan.made.predicted_bytes,
+        "placement": repr(plan.current.placement),
+        "predicted": plan.current.predicted_bytes,
         "where": [layer.unit.is_on_device for layer in run.engine.runtime.layers],
         "tile": run.engine.runtime.token_tile,
         "piece": run.engine.runtime.batch_cut.size,

@@ -59,7 +59,7 @@ def gradients_of_experts_in_parts(rank: int) -> None:
 def pieces_of_experts_in_parts(rank: int) -> None:
     refused(
         lambda: training(model=tiny_experts(), expert_parts=2, micro_batch_size=1),
-        "micro_batch_size is 1, and gradients of exp",
+        "micro_batch_size is 1, and with several processes it can't be combined with experts in parts",
     )
 
 
@@ -68,7 +68,7 @@ def weights_of_a_layer_on_the_device(rank: int) -> None:
     run.step(ids)
     with torch.no_grad():
         run.model.model.layers[0].mlp.up_proj.weight.mul_(2)
-    refused(lambda: run.model(input_ids=ids), "weights of model.layers.0 were written to")
+    refused(lambda: run.model(input_ids=ids), "a script wrote to weights of model.layers.0. ")
 
 
 def weights_outside_the_layers(rank: int) -> None:
@@ -76,7 +76,7 @@ def weights_outside_the_layers(rank: int) -> None:
     run.step(ids)
     with torch.no_grad():
         run.model.model.embed_tokens.weight.mul_(2)
-    refused(lambda: run.model(input_ids=ids), "weights of model.embed_tokens were written to")
+    refused(lambda: run.model(input_ids=ids), "a script wrote to weights of model.embed_tokens. ")
 
 
 def parameters_whose_gradients_nobody_averages(rank: int) -> None:

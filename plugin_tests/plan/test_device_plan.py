@@ -55,7 +55,7 @@ def held_tensors(run: Training) -> list[torch.Tensor]:
     """What the engine holds between steps, on the host and on the device."""
     runtime = run.engine.runtime
     found = [*run.model.parameters(), *run.model.buffers(), runtime.norms.norms, runtime.expert_streams.anchor]
-    found += [runtime.gradient_sums.buffer]  # type: ignore[list-item]
+    found += [runtime.piece_sums.buffer]  # type: ignore[list-item]
     found += [
         slot.buffer for slot in [*runtime.prefetcher.slots, *runtime.offloader.slots, *runtime.prefetcher.own_slots.values()]
     ]
@@ -74,7 +74,7 @@ def peak_of_a_step(run: Training, ids: torch.Tensor) -> tuple[int, float]:
     with LiveBytes([*held_tensors(run), ids]) as live:
         run.step(ids, max_norm=1.0)
         run.engine.drain()
-    return live.peak_bytes, run.engine.device_plan.made.predicted_bytes - LIBRARY_WORKSPACE_BYTES - held
+    return live.peak_bytes, run.engine.device_plan.current.predicted_bytes - LIBRARY_WORKSPACE_BYTES - held
 
 
 STEPS = pairwise([4, 8, 16, 32, 64, 200], [1e6, 6e9], [None, 2])
@@ -108,7 +108,7 @@ def test_the_predicted_step_counts_offloaded_layers_wherever_they_lie(
     run = planned(200, micro_batch_size=micro_batch_size, **fixed)
     for _ in range(2):  # the pool grows in the first
         run.step(batch(), max_norm=1.0)
-    assert len(run.engine.device_plan.made.placement.offloaded) == offloaded
+    assert len(run.engine.device_plan.current.placement.offloaded) == offloaded
     taken, predicted = peak_of_a_step(run, batch())
     # The graph gives up what has come back tensor by tensor; the plan counts a piece's until the piece is over.
     assert 0.85 * predicted <= taken <= 1.03 * predicted + 0.1 * MIB
@@ -140,8 +140,8 @@ def test_attention_that_is_kept_takes_what_is_predicted(
         run.step(ids, max_norm=1.0)
         taken, predicted[attention] = peak_of_a_step(run, ids)
         assert 0.95 * predicted[attention] <= taken <= 1.03 * predicted[attention] + 0.1 * MIB
-        assert run.engine.device_plan.made.predicted_time is not None
-        seconds[attention] = run.engine.device_plan.made.predicted_time.seconds
+        assert run.engine.device_plan.current.predicted_time is not None
+        seconds[attention] = run.engine.device_plan.current.predicted_time.seconds
     results = 1024 * 128 * 2
     if offloaded_inputs:
         # Of the layer in backward and of the next one alone.
@@ -180,7 +180,7 @@ def test_a_batch_that_does_not_fit_is_trained_in_the_pieces_that_a_user_would_as
     assert [name for name, table in tables.items() if "8 samples of the batch at once" in table] == ["free"]
     taken, predicted = peak_of_a_step(runs["free"], ids)
     assert 0.9 * predicted <= taken <= 1.03 * predicted + 0.1 * MIB
-    assert runs["free"].engine.device_plan.made.predicted_bytes <= 22 * MIB + LIBRARY_WORKSPACE_BYTES
+    assert runs["free"].engine.device_plan.current.predicted_bytes <= 22 * MIB + LIBRARY_WORKSPACE_BYTES
     runs["asked"].step(ids, max_norm=1.0)
     for run in runs.values():
         run.engine.drain()
@@ -203,7 +203,7 @@ def test_tiles_are_for_steps_that_do_not_fit_whole(
     assert run.engine.runtime.token_tile == 128
     names = "input_layernorm, post_attention_layernorm, mlp of Qwen2DecoderLayer"
     assert f"128 tokens: {names}" in " ".join(capsys.readouterr().err.split())
-    assert run.engine.device_plan.made.predicted_bytes <= 22 * MIB + LIBRARY_WORKSPACE_BYTES
+    assert run.engine.device_plan.current.predicted_bytes <= 22 * MIB + LIBRARY_WORKSPACE_BYTES
     for whole in (planned(40), planned(22, token_tile=0)):
         whole.step(long_batch())
         assert whole.engine.runtime.token_tile == 0
@@ -218,8 +218,8 @@ def test_long_sequences_that_fit_whole_run_by_tiles_where_that_is_faster(monkeyp
     for tile in (0, 128, "auto"):
         run = planned(36, token_tile=tile, **fixed)
         run.step(long_batch())
-        assert run.engine.device_plan.made.predicted_time is not None
-        seconds[tile] = run.engine.device_plan.made.predicted_time.seconds
+        assert run.engine.device_plan.current.predicted_time is not None
+        seconds[tile] = run.engine.device_plan.current.predicted_time.seconds
         chosen: int = run.engine.runtime.token_tile
     assert seconds["auto"] == min(seconds[0], seconds[128])
     assert seconds[chosen] == seconds["auto"]
@@ -284,9 +284,9 @@ def test_more_memory_never_makes_a_slower_plan() -> None:
     for budget_mib in (6, 12, 30, 50, 200):
         run = planned(budget_mib)
         run.step(batch())
-        assert run.engine.device_plan.made.predicted_time is not None
-        assert run.engine.device_plan.made.predicted_bytes <= budget_mib * MIB + LIBRARY_WORKSPACE_BYTES
-        seconds.append(run.engine.device_plan.made.predicted_time.seconds)
+        assert run.engine.device_plan.current.predicted_time is not None
+        assert run.engine.device_plan.current.predicted_bytes <= budget_mib * MIB + LIBRARY_WORKSPACE_BYTES
+        seconds.append(run.engine.device_plan.current.predicted_time.seconds)
         run.engine.close()
     # As far as the search goes: it comes within a few percent of the best.
     assert all(later <= 1.03 * earlier for earlier, later in itertools.pairwise(seconds))
@@ -311,11 +311,11 @@ def test_from_the_second_plan_on_there_is_room_for_longer_batches(profiled: list
     run = planned(24)
     for length in (64, 32, 64, 65, 98, 50, 128, 256, 100):
         run.step(batch(length))
-        assert run.engine.device_plan.made.predicted_bytes <= 24 * MIB + LIBRARY_WORKSPACE_BYTES
+        assert run.engine.device_plan.current.predicted_bytes <= 24 * MIB + LIBRARY_WORKSPACE_BYTES
     # Room for three times the tokens would cost batches of the mean size something: 1.5 times 65 and 2 times 128 tokens.
     steps = [(4, 64), (4, 195), (4, 57), (4, 105), (4, 98), (4, 57)]
     assert profiled == [*steps, (6, 256), (6, 48), (6, 111), (4, 256), (4, 72), (4, 136)]
-    assert run.engine.device_plan.made.planned.elements == 2 * 4 * 256
+    assert run.engine.device_plan.current.planned.elements == 2 * 4 * 256
 
 
 def test_there_is_room_for_three_times_the_tokens_where_it_costs_nothing(profiled: list[tuple[int, ...]]) -> None:
@@ -323,7 +323,7 @@ def test_there_is_room_for_three_times_the_tokens_where_it_costs_nothing(profile
     for length in (64, 65, 64, 190):
         run.step(batch(length))
     assert profiled == [(4, 64), (4, 195), (4, 65)]
-    assert len(run.engine.device_plan.made.placement.on_device) == 8
+    assert len(run.engine.device_plan.current.placement.on_device) == 8
 
 
 def test_no_room_is_left_where_a_larger_batch_would_not_fit(profiled: list[tuple[int, ...]]) -> None:
@@ -331,7 +331,7 @@ def test_no_room_is_left_where_a_larger_batch_would_not_fit(profiled: list[tuple
     run.step(batch(64))
     run.step(batch(128))
     assert profiled == [(4, 64), (6, 256), (4, 192), (4, 128), (4, 96)]
-    assert run.engine.device_plan.made.predicted_bytes <= 9 * MIB + LIBRARY_WORKSPACE_BYTES
+    assert run.engine.device_plan.current.predicted_bytes <= 9 * MIB + LIBRARY_WORKSPACE_BYTES
 
 
 def test_room_ends_where_the_positions_of_the_model_do(profiled: list[tuple[int, ...]]) -> None:
@@ -354,7 +354,7 @@ def test_a_model_that_bounds_its_sequences_in_its_own_way_is_planned_for_up_to_t
     for length in (64, 72, 64):
         run.step(batch(length))
     assert profiled == [(4, 64), (4, 216), (4, 108), (4, 72)]
-    assert len(run.engine.device_plan.made.placement.kept) == 8
+    assert len(run.engine.device_plan.current.placement.kept) == 8
 
 
 def test_numbers_beside_the_text_add_nothing_to_a_larger_batch(profiled: list[tuple[int, ...]]) -> None:
@@ -389,9 +389,9 @@ def test_a_small_text_between_images_does_not_make_a_plan_that_images_do_not_fit
     for inputs in (images, text, images):
         plan.follow(model, inputs)
         exact = device_plan.profile_step(model, engine.runtime, images, engine.device)
-        taken = plan.fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), plan.made.placement)
+        taken = plan.fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), plan.current.placement)
         assert taken <= 8 * MIB + LIBRARY_WORKSPACE_BYTES
-    assert len(plan.made.placement.kept) < 8
+    assert len(plan.current.placement.kept) < 8
     engine.close()
 
 
@@ -419,8 +419,8 @@ def test_batches_of_all_shapes_have_few_plans_which_all_of_them_fit(
         inputs = {"input_ids": ids, "labels": ids}
         plan.follow(run.model, inputs)
         exact = device_plan.profile_step(run.model, run.engine.runtime, inputs, run.engine.device)
-        taken = plan.fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), plan.made.placement)
-        assert taken <= plan.made.predicted_bytes <= budget_mib * MIB + LIBRARY_WORKSPACE_BYTES
+        taken = plan.fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), plan.current.placement)
+        assert taken <= plan.current.predicted_bytes <= budget_mib * MIB + LIBRARY_WORKSPACE_BYTES
     assert 1 < capsys.readouterr().err.count("megatrain: plan") <= 3
 
 
@@ -463,7 +463,7 @@ def test_a_batch_too_large_for_the_budget_is_said_and_tried(caplog: pytest.LogCa
     run.step(batch(128))
     assert "predicted to take" in caplog.text
     assert "micro_batch_size" in caplog.text
-    assert run.engine.device_plan.made.placement.kept == frozenset()
+    assert run.engine.device_plan.current.placement.kept == frozenset()
 
 
 def test_the_table_says_what_lies_where_and_is_shown_once_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -475,13 +475,13 @@ def test_the_table_says_what_lies_where_and_is_shown_once_a_plan(capsys: pytest.
     assert shown.count("megatrain: plan") == 1
     assert all(len(line) <= 80 for line in shown.splitlines())
     shown = " ".join(shown.split())
-    placement = run.engine.device_plan.made.placement
+    placement = run.engine.device_plan.current.placement
     streamed = 8 - len(placement.on_device)
     assert f"{streamed} of 8 layers streamed" in shown
     assert f"{len(placement.kept)} layers kept" in shown
     assert "bound by" in shown
-    assert run.engine.device_plan.made.predicted_time is not None
-    assert f"{run.engine.device_plan.made.predicted_time.seconds:.3f} s" in shown
+    assert run.engine.device_plan.current.predicted_time is not None
+    assert f"{run.engine.device_plan.current.predicted_time.seconds:.3f} s" in shown
 
 
 def test_the_table_counts_the_host_memory_that_steps_will_take(
@@ -502,7 +502,7 @@ def test_a_model_that_surely_fits_trains_without_a_measured_layer(
     everything = planned(200)
     everything.engine.device_plan.show = False
     everything.step(batch())
-    needed_mib = (everything.engine.device_plan.made.predicted_bytes - LIBRARY_WORKSPACE_BYTES) / MIB
+    needed_mib = (everything.engine.device_plan.current.predicted_bytes - LIBRARY_WORKSPACE_BYTES) / MIB
     layers_measured = []
 
     def measure(model: object, runtime: object, inputs: object, step_profile: StepProfile, *_: object) -> StepProfile:
@@ -521,8 +521,8 @@ def test_a_model_that_surely_fits_trains_without_a_measured_layer(
     for length in (64, 48, 64):
         run.step(batch(length))
     assert len(layers_measured) == measured
-    assert len(run.engine.device_plan.made.placement.on_device) == len(run.engine.device_plan.made.placement.kept) == 8
-    assert (run.engine.device_plan.made.predicted_time is None) == (not measured)
+    assert len(run.engine.device_plan.current.placement.on_device) == len(run.engine.device_plan.current.placement.kept) == 8
+    assert (run.engine.device_plan.current.predicted_time is None) == (not measured)
     shown = capsys.readouterr().err
     assert shown.count("megatrain: plan") == 1
     assert ("bound by" in shown) == bool(measured)
@@ -539,7 +539,7 @@ def test_a_model_that_decides_by_what_it_computes_trains_without_a_plan() -> Non
     run.model.forward = looks
     losses = [run.step(batch()) for _ in range(3)]
     assert losses[-1] < losses[0]
-    assert run.engine.device_plan.made.predicted_bytes == 0
+    assert run.engine.device_plan.current.predicted_bytes == 0
 
 
 def test_a_model_that_decides_by_its_batch_is_planned_for() -> None:
@@ -552,7 +552,7 @@ def test_a_model_that_decides_by_its_batch_is_planned_for() -> None:
 
     run.model.forward = looks
     run.step(batch())
-    assert run.engine.device_plan.made.predicted_bytes > 0
+    assert run.engine.device_plan.current.predicted_bytes > 0
 
 
 def test_a_batch_given_by_position_is_planned_for_as_one_given_by_name() -> None:
@@ -562,7 +562,7 @@ def test_a_batch_given_by_position_is_planned_for_as_one_given_by_name() -> None
         ids = batch()
         logits = run.model(ids).logits if by_position else run.model(input_ids=ids).logits
         logits.float().sum().backward()
-        plans.append((run.engine.device_plan.made.predicted_bytes, run.engine.device_plan.made.placement))
+        plans.append((run.engine.device_plan.current.predicted_bytes, run.engine.device_plan.current.placement))
         run.engine.close()
     assert plans[0] == plans[1]
     assert plans[0][0] > 0
@@ -573,7 +573,7 @@ def test_arguments_without_a_name_leave_a_run_without_a_plan() -> None:
     forward = run.model.forward
     run.model.forward = lambda *args: forward(*args)
     run.model(batch()).logits.float().sum().backward()
-    assert run.engine.device_plan.made.predicted_bytes == 0
+    assert run.engine.device_plan.current.predicted_bytes == 0
     run.engine.close()
 
 
@@ -581,7 +581,7 @@ def test_an_evaluation_that_would_not_fit_moves_layers_off_until_training_goes_o
     run, plain = planned(200, device_layers=3), planned(200, device_layers=3)
     for training in (run, plain):
         training.step(batch())
-    plan, before = run.engine.device_plan, run.engine.device_plan.made.placement
+    plan, before = run.engine.device_plan, run.engine.device_plan.current.placement
     for part in (plan, plan.budget):
         monkeypatch.setattr(part, "_device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -592,7 +592,7 @@ def test_an_evaluation_that_would_not_fit_moves_layers_off_until_training_goes_o
     run.model.eval()
     with torch.no_grad():
         roomy = run.model(input_ids=batch()).logits
-        assert plan.made.placement == before
+        assert plan.current.placement == before
         free["bytes"] = MIB
         tight = run.model(input_ids=batch()).logits
     assert torch.equal(roomy, tight)
@@ -601,7 +601,7 @@ def test_an_evaluation_that_would_not_fit_moves_layers_off_until_training_goes_o
         monkeypatch.setattr(part, "_device", torch.device("cpu"))
     run.model.train()
     assert run.step(batch()) == plain.step(batch())
-    assert plan.made.placement == before
+    assert plan.current.placement == before
     assert sum(layer.unit.is_on_device for layer in run.engine.runtime.layers) == 3
 
 
@@ -646,7 +646,7 @@ def test_two_forwards_before_one_backward_find_room_and_nothing_moves_between() 
             run.optimizer.step()
             run.optimizer.zero_grad()
         losses.append(found)
-        assert run.engine.device_plan.made.predicted_bytes <= 14 * MIB + LIBRARY_WORKSPACE_BYTES
+        assert run.engine.device_plan.current.predicted_bytes <= 14 * MIB + LIBRARY_WORKSPACE_BYTES
         run.engine.close()
     assert losses[0] == losses[1]
 
@@ -720,7 +720,7 @@ def test_forwards_that_wait_take_what_they_take_by_the_tiles_that_were_chosen_af
         plan._note(forwards_at_once=3)
         plan.follow(run.model, {"input_ids": ids, "labels": ids})
         assert run.engine.runtime.token_tile == 128
-        predicted.append(plan.made.predicted_bytes)
+        predicted.append(plan.current.predicted_bytes)
     assert predicted[0] == predicted[1]
 
 
@@ -746,8 +746,8 @@ def test_moments_in_bf16_make_the_predicted_step_of_the_host_shorter(monkeypatch
     for dtype in ("fp32", "bf16"):
         run = planned(200, moments_dtype=dtype, device_layers=0)
         run.engine.device_plan.follow(run.model, {"input_ids": batch(), "labels": batch()})
-        assert run.engine.device_plan.made.predicted_time is not None
-        host_step[dtype] = run.engine.device_plan.made.predicted_time.host_step
+        assert run.engine.device_plan.current.predicted_time is not None
+        host_step[dtype] = run.engine.device_plan.current.predicted_time.host_step
     assert host_step["bf16"] == pytest.approx(host_step["fp32"] * 18 / 26)
 
 
@@ -775,14 +775,14 @@ def test_a_resumed_training_goes_on_by_its_plan_and_plans_nothing(profiled: list
     for run in (first, resumed):
         run.step(batch(32))
     assert len(profiled) == count
-    assert resumed.engine.device_plan.made.placement == plan.made.placement
-    assert resumed.engine.device_plan.made.predicted_time == first.engine.device_plan.made.predicted_time
-    assert resumed.engine.device_plan.made.predicted_bytes == first.engine.device_plan.made.predicted_bytes
+    assert resumed.engine.device_plan.current.placement == plan.current.placement
+    assert resumed.engine.device_plan.current.predicted_time == first.engine.device_plan.current.predicted_time
+    assert resumed.engine.device_plan.current.predicted_bytes == first.engine.device_plan.current.predicted_bytes
     assert resumed.engine.device_plan.record == plan.record
     # A batch that the plan doesn't cover is planned for as it would have been.
     for run in (first, resumed):
         run.step(batch(256))
-    assert resumed.engine.device_plan.made.placement == plan.made.placement
+    assert resumed.engine.device_plan.current.placement == plan.current.placement
     assert resumed.engine.device_plan.record == plan.record
 
 

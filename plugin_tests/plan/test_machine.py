@@ -37,7 +37,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
 
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on nothing was measured or read yet."""
-    monkeypatch.setattr(machine, "of_this_process", {})
+    monkeypatch.setattr(machine, "process_speeds", {})
 
 
 def test_speeds_are_measured_once_in_a_process_and_kept(measured: list[int], tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def measure() -> dict[str, int]:
     model = empty_model(**LARGE, num_hidden_layers=6).to(torch.bfloat16)
     with PeakMemory() as peak:
         engine = attach(model)
-        engine.runtime.offloader.make_places(engine.runtime.units)
+        engine.runtime.offloader.allocate_gradients(engine.runtime.units)
     held = engine.host_bytes_by_kind()
     return {
         "peak": peak.growth,
@@ -188,7 +188,9 @@ class HalfWritten(nn.Linear):
 def test_a_rule_that_writes_a_part_is_refused_by_name() -> None:
     with torch.device("meta"):
         model = nn.Sequential(Block(False), Block(False), HalfWritten(8, 8))
-    with pytest.raises(UnsupportedError, match=r"parameter 2\.weight is on the meta device and the model's rule leaves"):
+    with pytest.raises(
+        UnsupportedError, match=r"parameter 2\.weight is on the meta device and the model's rule initialises only part of it"
+    ):
         attach(model, bf16=False)
 
 

@@ -96,7 +96,7 @@ def test_gradients_move_along_in_the_middle_of_an_accumulation() -> None:
     for move in (False, True):
         run = training()
         for position, ids in enumerate(batches):
-            run.engine.runtime.offloader.gradients_complete = lambda position=position: position == 1
+            run.engine.runtime.offloader.is_last_backward = lambda position=position: position == 1
             run.model(input_ids=ids, labels=ids).loss.backward()
             if move and position == 0:
                 run.engine.runtime.place((1, 2), True)
@@ -182,7 +182,7 @@ def test_gradients_that_autograd_shares_are_added_up_apart(on_device: int) -> No
     plain, model = SummedModel(), SummedModel()
     engine = attach(model, bf16=False, device_layers=on_device)
     last = False
-    engine.runtime.offloader.gradients_complete = lambda: last
+    engine.runtime.offloader.is_last_backward = lambda: last
     batches = [torch.randn(4, 8) for _ in range(3)]
     for step, batch in enumerate(batches):
         last = step == 2

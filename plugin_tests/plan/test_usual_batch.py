@@ -60,7 +60,7 @@ def planned(budget_mib: float = BUDGET_MIB, **settings: object) -> Training:
 def taken_bytes(run: Training, inputs: dict[str, torch.Tensor]) -> int:
     """What a step on the batch takes by the policy that it runs with."""
     plan, runtime = run.engine.device_plan, run.engine.runtime
-    with replaced(runtime.calls, "real", real_tokens(inputs)):
+    with replaced(runtime.calls, "real_tokens", real_tokens(inputs)):
         exact = device_plan.profile_step(run.model, runtime, inputs, run.engine.device)
     return plan.fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), runtime.calls.policy)
 
@@ -72,19 +72,19 @@ def followed(run: Training, batches: list[dict[str, torch.Tensor]]) -> list[int]
         run.model(**inputs).loss.backward()
         kept.append(len(run.engine.runtime.calls.policy.kept))
         real = real_tokens(inputs)
-        share = BatchExtent.of(inputs, real).share_of(plan.made.planned, real is not None)
-        assert taken_bytes(run, inputs) <= plan.made.at(share)[1]
+        share = BatchExtent.of(inputs, real).share_of(plan.current.planned, real is not None)
+        assert taken_bytes(run, inputs) <= plan.current.at(share)[1]
         run.optimizer.step()
         run.optimizer.zero_grad()
-        assert taken_bytes(run, inputs) <= plan.predicted_peak_bytes <= plan.made.predicted_bytes
-        assert plan.made.predicted_bytes <= BUDGET_MIB * MIB + LIBRARY_WORKSPACE_BYTES
+        assert taken_bytes(run, inputs) <= plan.predicted_peak_bytes <= plan.current.predicted_bytes
+        assert plan.current.predicted_bytes <= BUDGET_MIB * MIB + LIBRARY_WORKSPACE_BYTES
     return kept
 
 
 def test_a_long_batch_sends_no_states_to_the_host_and_keeps_fewer_layers() -> None:
     run = planned()
     kept = followed(run, [batch(length) for length in LENGTHS])
-    placement = run.engine.device_plan.made.placement
+    placement = run.engine.device_plan.current.placement
     assert len(placement.on_device) == 8
     assert placement.groups_on_device
     by_length = dict(zip(LENGTHS, kept, strict=True))
@@ -98,8 +98,8 @@ def test_as_many_real_tokens_have_as_many_kept_layers_however_wide_the_batch_is(
     rows += [(200, *7 * [16]), (120, *7 * [27])]  # 312 and 309 tokens
     rows += [(250, *7 * [34]), (100, *7 * [55])]  # 488 and 485
     kept = followed(run, [batch(max(each), each) for each in rows])
-    assert run.engine.device_plan.made.is_linear
-    assert len(run.engine.device_plan.made.placement.on_device) == 8
+    assert run.engine.device_plan.current.is_linear
+    assert len(run.engine.device_plan.current.placement.on_device) == 8
     assert kept[-4] == kept[-3] == 8
     assert 0 < kept[-2] == kept[-1] < 8
     run.engine.close()
@@ -145,7 +145,7 @@ def test_the_predicted_peak_is_that_of_the_largest_batch_so_far() -> None:
         profile.kept_bytes for profile in run.engine.device_plan.foresee(run.model, batch(longest)).profiles.values()
     )
     assert most <= predicted <= 1.05 * most + largest_layer
-    assert run.engine.device_plan.predicted_peak_bytes < 0.97 * run.engine.device_plan.made.predicted_bytes
+    assert run.engine.device_plan.predicted_peak_bytes < 0.97 * run.engine.device_plan.current.predicted_bytes
     run.engine.close()
 
 
@@ -157,7 +157,7 @@ def test_batches_of_about_one_size_are_planned_for_as_the_largest(
     monkeypatch.setattr(device_plan, "GROWTH_FACTORS", (1.0,))
     run = planned()
     followed(run, [batch(first), batch(64)])
-    assert (run.engine.device_plan.made.usual_share < 1.0) == has_usual
+    assert (run.engine.device_plan.current.usual_share < 1.0) == has_usual
     run.engine.close()
 
 
@@ -165,7 +165,7 @@ def test_layers_that_a_setting_has_on_the_device_stay_there() -> None:
     run = planned(60, device_layers=7)
     for length in LENGTHS:
         run.step(batch(length)["input_ids"])
-        assert len(run.engine.device_plan.made.placement.on_device) == 7
+        assert len(run.engine.device_plan.current.placement.on_device) == 7
     run.engine.close()
 
 
@@ -190,8 +190,8 @@ def test_what_grows_more_slowly_than_the_tokens_is_noticed(monkeypatch: pytest.M
         assert taken_bytes(run, inputs) <= 90 * MIB + LIBRARY_WORKSPACE_BYTES
         run.optimizer.step()
         run.optimizer.zero_grad()
-    assert run.engine.device_plan.made.usual_share < 1.0
-    assert not run.engine.device_plan.made.is_linear
+    assert run.engine.device_plan.current.usual_share < 1.0
+    assert not run.engine.device_plan.current.is_linear
     run.engine.close()
 
 

@@ -107,7 +107,8 @@ def test_the_pool_waits_for_a_copy_before_it_grows(kernels: HostKernels) -> None
 def test_growth_beyond_the_host_memory_is_refused_with_the_numbers(kernels: HostKernels) -> None:
     pool = make_pool(kernels, host_memory_gib=0.001)
     with pytest.raises(
-        HostMemoryError, match=r"need 1\.00 MiB more, but 0 B are left; lower megatrain_config\.placement\.offloaded_layers"
+        HostMemoryError,
+        match=r"need 1\.00 MiB more, but only 0 B are free; lower megatrain_config\.placement\.offloaded_layers",
     ):
         pool.take(1)
     assert pool.size_bytes == 0

@@ -110,7 +110,7 @@ def test_what_is_written_to_after_it_was_saved_is_an_error_not_a_wrong_gradient(
     offloader.settle()
     for place in places[:2]:
         assert place is not None
-        with pytest.raises(UnsupportedError, match=r"layer layers\.3 needs in backward was written to"):
+        with pytest.raises(UnsupportedError, match=r"layer layers\.3 saved for backward was modified in place"):
             place.tensor()
     assert places[2] is not None
     assert torch.equal(places[2].tensor(), torch.zeros(16))

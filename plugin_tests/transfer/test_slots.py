@@ -67,7 +67,7 @@ class Bench:
         """Acquires a layer and checks that the slot holds its weights as they are now."""
         layer = self.layers[index]
         slot = self.prefetcher.acquire(layer, upcoming)
-        assert slot.users
+        assert slot.user_count
         assert torch.equal(slot.views(layer.unit.layout)[0], layer.unit.states[0].weight)
         return slot
 
@@ -111,7 +111,7 @@ def test_a_slot_in_use_is_not_overwritten(bench: Bench) -> None:
     held = bench.acquire(0, [1, 2, 3, 4])
     for index in (1, 2, 3, 4, 1):
         bench.use(index, [2, 3, 4, 1])
-        assert held.users
+        assert held.user_count
         assert bool((held.views(bench.layers[0].unit.layout)[0] == 0).all())
     bench.prefetcher.release(held)
 
@@ -168,7 +168,7 @@ def test_a_failed_prefetch_leaves_no_slot_in_use(bench: Bench, monkeypatch: pyte
         with pytest.raises(KeyboardInterrupt):
             bench.prefetcher.acquire(bench.layers[0], [1])
     monkeypatch.undo()
-    assert not any(slot.users for slot in bench.prefetcher.slots)
+    assert not any(slot.user_count for slot in bench.prefetcher.slots)
     bench.use(0, [1])
 
 
@@ -179,7 +179,7 @@ def test_an_interrupted_copy_is_not_taken_for_the_layer(kernels: HostKernels, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patches:
-        patches.setattr(bench.layers[0].unit, "pieces", interrupted)
+        patches.setattr(bench.layers[0].unit, "copies", interrupted)
         with pytest.raises(KeyboardInterrupt):
             bench.prefetcher.acquire(bench.layers[0], [])
     for slot in bench.prefetcher.slots:

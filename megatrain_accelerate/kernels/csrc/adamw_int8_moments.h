@@ -1,8 +1,8 @@
-// AdamW of adamw.h with both moments kept as 8-bit codes, and one fp32 scale for each moment of a block of 128 elements.
+// AdamW of adamw.h with both moments kept as 8-bit codes. Each block of 128 elements has an fp32 scale for each moment.
 //
 // Block-wise 8-bit states are an idea of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861).
-// The codes here are small floating-point numbers with three bits of mantissa, the upper bits of an fp32 number in [0, 1] less
-// a constant, so that a loop over a block needs neither a table nor a root:
+// A code stands for a share of the scale, a number in [0, 1] with three bits of mantissa. It is the upper 12 bits of that fp32
+// number minus a constant, the offset: shifts and additions decode and encode it, without a table or a root.
 //
 //   first moment    m = sign * share(code) * scale, the scale the largest |m| of the block; codes -127 to 127 (int8)
 //                   shares from 1.25 * 2**-16 to 1, and 0
@@ -12,9 +12,9 @@
 // Why floating point: what counts is m / sqrt(v) of each element, the small ones too, and the ranges of m and of sqrt(v) are
 // the same. A v above zero never gets the code of zero: next to an m that did not vanish it would make a step of lr * m / eps.
 //
-// Codes are rounded stochastically, for the reason in adamw.h and with its random bits. A block's largest element has the last
-// code and is held exactly. So moments that are decoded and encoded again, to nearest (moments.py, for checkpoints), keep
-// their bits.
+// Codes are rounded stochastically, as bf16 moments are and with the same random bits (adamw.h). A block's largest element has
+// the last code and is held exactly, unless it is below the least scale. So moments that are decoded and encoded again, to
+// nearest (moments.py, for checkpoints), keep their bits.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,8 @@ constexpr int64_t kMomentBlock = 128;
 constexpr int32_t kFirstOffset = 0x3f8 - 127;
 constexpr int32_t kSecondOffset = 0x3f8 - 255;
 
-// Scales are at least these, so that the least moments above zero are normal numbers and a scale has a reciprocal.
+// Scales are at least these, so that the least v above zero, 1.25 * 2**-124, is a normal number, and scales have reciprocals.
+// The first is the second's square root.
 constexpr float kLeastFirstScale = 0x1p-46f;
 constexpr float kLeastSecondScale = 0x1p-92f;
 
@@ -46,19 +47,20 @@ MEGATRAIN_INLINE float share_of_code(int32_t code, int32_t offset) {
   return code == 0 ? 0.0f : share;
 }
 
-// The factor that turns a magnitude into its share of the scale. It is enlarged by more than the two roundings on the way can
-// take off, so that the largest element reaches 1.
+// The factor that turns a magnitude into its share of the scale. It is enlarged by 2**-21, more than the three roundings on
+// the way (of the reciprocal, this product and the share) can take off, so that the largest element reaches 1.
 MEGATRAIN_INLINE float share_factor(float scale) { return (1.0f / scale) * 0x1.000008p0f; }
 
-// Rounds a share up or down to a code: `random`, in [0, 65535], is compared with its position between the two.
+// Rounds a share up or down to a code. `random`, in [0, 65535], is added to the upper 16 of the 20 bits that are then cut off,
+// so that a share is rounded up with the probability of what is cut off. A share below code 1's is rounded to 0 or 1 alike.
 MEGATRAIN_INLINE int32_t code_of_share(float share, uint32_t random, int32_t offset) {
-  const int32_t least = (1 + offset) << 20;
+  const int32_t least_bits = (1 + offset) << 20;  // of the share of code 1
   const float threshold =
-      (static_cast<float>(static_cast<int32_t>(random)) + 0.5f) * (float_of(static_cast<uint32_t>(least)) * 0x1p-16f);
+      (static_cast<float>(static_cast<int32_t>(random)) + 0.5f) * (float_of(static_cast<uint32_t>(least_bits)) * 0x1p-16f);
   const int32_t bits = static_cast<int32_t>(bits_of(share < 1.0f ? share : 1.0f));
   const int32_t code = ((bits + static_cast<int32_t>(random * 16 + 8)) >> 20) - offset;
-  const int32_t below_least = bits > static_cast<int32_t>(bits_of(threshold)) ? 1 : 0;
-  return bits < least ? below_least : code;
+  const int32_t zero_or_one = bits > static_cast<int32_t>(bits_of(threshold)) ? 1 : 0;
+  return bits < least_bits ? zero_or_one : code;
 }
 
 struct Int8Moments {
@@ -67,7 +69,7 @@ struct Int8Moments {
   float* m_scales;
   float* v_scales;
 
-  // `begin` is a multiple of the block. The last block may be short.
+  // Steps a range of an AdamJob. `begin` is a multiple of the block. The last block may be short. kL2: Adam's weight decay.
   template <bool kL2, class Job>
   MEGATRAIN_INLINE void step(const Job& job, int64_t begin, int64_t end) const {
     int64_t start = begin;
@@ -100,6 +102,7 @@ struct Int8Moments {
       const float magnitude = share_of_code(m_code < 0 ? -m_code : m_code, kFirstOffset) * old_m_scale;
       new_m[i] = m_code < 0 ? -magnitude : magnitude;
       new_v[i] = share_of_code(v_[i], kSecondOffset) * old_v_scale;
+      // adam_element() updates new_m[i] and new_v[i].
       w.store(start + i, adam_element<kL2>(c, w.load(start + i), g.load(start + i), new_m[i], new_v[i]));
       m_largest = std::max(m_largest, magnitude_bits(new_m[i]));
       v_largest = std::max(v_largest, magnitude_bits(new_v[i]));

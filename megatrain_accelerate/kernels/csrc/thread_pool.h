@@ -1,8 +1,8 @@
 // A persistent pool of threads for loops over long arrays.
 //
 // One call of run() is one loop over [0, count), cut into chunks. The threads, with the calling one, take them from an atomic
-// counter, so that a thread that the system delays costs a chunk and not a fixed share. Which thread works on which chunk
-// never enters the arithmetic: each element, or block of elements, is computed alone.
+// counter, so that a thread that the system delays costs a chunk and not a fixed share. For results that don't depend on which
+// thread took which chunk, a job must compute each element alone, or each block, of which `grain` must then be a multiple.
 #pragma once
 
 #include <cfenv>
@@ -19,12 +19,12 @@
 
 namespace megatrain {
 
-// Works on the elements [begin, end) of the job.
+// Works on the elements [begin, end) of the job. It mustn't throw, nor call run() of the same pool.
 using RangeFunction = void (*)(const void* job, int64_t begin, int64_t end);
 
 class ThreadPool {
  public:
-  // `threads` counts the calling thread, so threads - 1 are started.
+  // `threads` counts the thread that calls run(), so threads - 1 are started.
   explicit ThreadPool(int threads) : owner_pid_(getpid()) {
     // Workers start with all signals blocked: handlers (Python's, the launcher's) belong to the main thread.
     sigset_t all_signals;
@@ -43,6 +43,7 @@ class ThreadPool {
     pthread_sigmask(SIG_SETMASK, &previous, nullptr);
   }
 
+  // Not for a forked child, which would wait for ever for threads that it doesn't have: see megatrain_destroy().
   ~ThreadPool() { stop(); }
 
   // False in a forked child: the threads stayed with the parent, and a mutex may have been copied while held.
@@ -80,6 +81,7 @@ class ThreadPool {
  private:
   void take_chunks() {
     for (;;) {
+      // Relaxed, since mutex_ orders everything else: jobs before their chunks, and results before the end of run().
       const int64_t begin = next_.fetch_add(grain_, std::memory_order_relaxed);
       if (begin >= count_) {
         return;
@@ -103,7 +105,8 @@ class ThreadPool {
       lock.unlock();
       take_chunks();
       lock.lock();
-      // No chunk is left: threads still asleep needn't wake for this job, and the caller waits for the busy ones only.
+      // No chunk is left: threads still asleep needn't wake for this job, and the caller waits for the busy ones only. This
+      // can't close a later job: run() opens none before this thread is counted out below.
       open_ = false;
       if (--busy_ == 0) {
         workers_left_.notify_one();
@@ -127,17 +130,17 @@ class ThreadPool {
 
   std::mutex call_mutex_;  // held by the caller for the whole of run()
 
-  // Guarded by mutex_. function_, job_, count_ and grain_ change only while no worker is busy.
+  // Guarded by mutex_. But take_chunks() reads without it what changes only while no worker is busy: function_ to grain_.
   std::mutex mutex_;
   std::condition_variable work_ready_;
-  std::condition_variable workers_left_;
+  std::condition_variable workers_left_;  // the last busy worker has left the job
   RangeFunction function_ = nullptr;
   const void* job_ = nullptr;
   int64_t count_ = 0;
   int64_t grain_ = 1;
   std::fenv_t caller_environment_{};
   int busy_ = 0;
-  bool open_ = false;
+  bool open_ = false;  // idle workers may join the job
   bool stopping_ = false;
 
   std::atomic<int64_t> next_{0};
