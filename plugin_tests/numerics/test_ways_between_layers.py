@@ -175,6 +175,20 @@ def weights_used_outside(layers: Any, hidden: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
+def weights_used_at_the_end(layers: Any, hidden: torch.Tensor) -> torch.Tensor:
+    scales = []
+    for layer in layers:
+        hidden, scale, _ = layer(hidden)
+        scales.append(scale)
+    return hidden + torch.stack(scales).sum(0)
+
+
+def evaluated_and_trained(model: nn.Module) -> list[torch.Tensor]:
+    with torch.no_grad():
+        evaluated = loss_of(model)
+    return [evaluated, *one_step(model)]
+
+
 def branches(layers: Any, hidden: torch.Tensor) -> torch.Tensor:
     left = right = hidden
     for place in (0, 2):
@@ -250,6 +264,7 @@ def watched_by_backward_hooks(model: Any) -> list[torch.Tensor]:
 INTERFACES = {
     "containers": net(TakesState, through_containers),
     "weights_handed_out": net(HandsOutItsWeights, weights_used_outside),
+    "weights_handed_out_without_gradients": net(HandsOutItsWeights, weights_used_at_the_end, evaluated_and_trained),
     # Sums of what two layers make of one tensor have another order.
     "branches": net(run=branches),
     # Gradients of weights that don't come by the layer's output are lost.
