@@ -123,10 +123,11 @@ def inputs_changed_after_the_call(layers: Any, hidden: torch.Tensor) -> torch.Te
     return hidden
 
 
+@pytest.mark.parametrize("offloaded_inputs", [False, True])
 @pytest.mark.parametrize("placement", ["kept", *RECOMPUTED])
-def test_an_input_that_is_changed_in_place_after_the_call_is_an_error(placement: str) -> None:
+def test_an_input_that_is_changed_in_place_after_the_call_is_an_error(placement: str, offloaded_inputs: bool) -> None:
     model = Net(UsesItsInputTwice, inputs_changed_after_the_call)
-    with placed(model, placement):
+    with placed(model, placement, offloaded_inputs=offloaded_inputs):
         loss = loss_of(model)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
