@@ -274,6 +274,7 @@ class _Call:
         """Returns the gradients of both inputs, and offloads those of the parts. A StateError if weights were changed."""
         gradients = None
         if self._streams_parts:
+            self.experts.refresh_if_written()
             self.experts.require_version(self._version)
             offloader = self._streams.offloader
             gradients = offloader.begin(self.experts, parts=len(self.experts.parts), is_last=self._is_last)

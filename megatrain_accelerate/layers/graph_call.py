@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.saved_tensors import SavedTensors
 from megatrain_accelerate.layers.shared_mappings import has_mappings, no_writes_into, no_writes_to
 from megatrain_accelerate.layers.unpadded_layer import batch_of
-from megatrain_accelerate.transfer.activation_offload import ActivationOffloader, Recording, inputs_offloaded
+from megatrain_accelerate.transfer.activation_offload import ActivationOffloader, Recording
 from megatrain_accelerate.transfer.call_order import Tape
 from megatrain_accelerate.transfer.meter import named_range
 from megatrain_accelerate.transfer.prefetch import Prefetcher
@@ -433,14 +433,22 @@ class GraphCalls:
         slot = self.prefetcher.acquire(layer, upcoming, tape.order.together)
         try:
             self.passes.wait_for_head(layer)
-            offload = inputs_offloaded(self.activations, layer.name, inputs, tape, position) if offloads_inputs else _NOTHING
-            with offload:
+            with self._offloading(layer, inputs, tape, position) if offloads_inputs else _NOTHING:
                 if count == 1:
                     return batch_of(row, calls[0].run(slot, args, kwargs))
                 with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
                     return self._run_pieces(calls, slot, split, args, kwargs)
         finally:
             self.prefetcher.release(slot)
+
+    @contextlib.contextmanager
+    def _offloading(self, layer: StreamedLayer, inputs: Sequence[torch.Tensor], tape: Tape, position: int) -> Iterator[None]:
+        """Offloads what autograd saves of a call's inputs while the body runs, if gradients flow to it. Other inputs (masks,
+        position embeddings) are the same tensors for all layers, and stay on the device."""
+        recording = Recording(self.activations, layer.name, [tensor for tensor in inputs if not tensor.requires_grad])
+        with SavedTensors(self.prefetcher.at_address, recording).recording():
+            yield
+        self.activations.send(recording, tape, position)
 
     def _run_pieces(self, calls: list[GraphCall], slot: WeightSlot, split: BatchSplit, args: Args, kwargs: Kwargs) -> Any:
         """Runs a call in pieces, and joins their outputs, and what was recorded meanwhile."""

@@ -27,7 +27,7 @@ from megatrain_accelerate.layers.expert_function import ExpertStreams
 from megatrain_accelerate.layers.graph_call import GraphCalls
 from megatrain_accelerate.layers.layer import StreamedLayer, bound
 from megatrain_accelerate.layers.micro_batches import BatchCut
-from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, taken_apart
+from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, map_tensors, taken_apart
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.resident import ResidentGroup, UnitOwner
 from megatrain_accelerate.layers.shared_mappings import has_mappings, with_copies
@@ -243,11 +243,17 @@ class StreamingRuntime:
             self.passes.wait_for_head(layer)
             with bound(layer, slot.views(layer.unit.layout)):
                 if self.calls.real_tokens is None:
-                    return layer.run(args, kwargs)
+                    return map_tensors(self._outside_slots, layer.run(args, kwargs))
                 row, args, kwargs = layer.unpadded.in_a_row(self.calls.real_tokens, args, kwargs)
-                return batch_of(row, layer.run(args, kwargs, row))
+                return batch_of(row, map_tensors(self._outside_slots, layer.run(args, kwargs, row)))
         finally:
             self.prefetcher.release(slot)
+
+    def _outside_slots(self, output: torch.Tensor) -> torch.Tensor:
+        """Returns a layer's output, or a copy of one that shares a slot's memory, where another layer's weights will lie."""
+        if output.layout is torch.strided and output.untyped_storage().data_ptr() in self.prefetcher.at_address:
+            return output.clone()
+        return output
 
     def checks_before_forward(self, is_next_token: bool) -> bool:
         """Counts this forward of the whole model, without a graph. Returns whether free memory and writes to weights are to be

@@ -75,11 +75,11 @@ class TiledCrossEntropy(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if bias is not None and bias_wanted else None
         wanted = hidden_wanted or weight_wanted or bias_wanted
         count, vocabulary = len(target), len(weight)
-        step = min(count, tile_tokens(vocabulary, hidden.itemsize))
+        step = max(1, min(count, tile_tokens(vocabulary, hidden.itemsize)))
         buffer = hidden.new_empty(step, vocabulary)
         total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         loss_dtype = sum_dtype
-        for begin in token_tiles.tiles(range(0, count, step)):
+        for begin in token_tiles.tiles(range(0, max(1, count), step)):  # without tokens an empty tile, for the dtype
             tile = slice(begin, min(begin + step, count))
             logits, tokens = buffer[: tile.stop - begin], hidden[tile]
             with record_function("megatrain::loss_tile"):
@@ -131,7 +131,7 @@ def loss_to_gradient(
     """Adds the loss to ``total``, and overwrites ``logits`` (n, V) by its gradient if wanted. Returns the loss's dtype."""
     step = strip_tokens(logits.shape[1])
     dtype = logits.dtype
-    for begin in token_tiles.tiles(range(0, len(logits), step)):
+    for begin in token_tiles.tiles(range(0, max(1, len(logits)), step)):
         strip = slice(begin, begin + step)
         leaf = logits[strip].detach().requires_grad_(wanted)
         with torch.set_grad_enabled(wanted):

@@ -9,14 +9,12 @@ each copy.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.store.host_pool import HostBlock, HostPool
@@ -272,18 +270,3 @@ class ActivationOffloader:
         """Gives up device memory and unregisters host memory."""
         self.settle()
         self.pool.close()
-
-
-@contextlib.contextmanager
-def inputs_offloaded(
-    offloader: ActivationOffloader, label: str, tensors: Sequence[torch.Tensor], tape: Tape, position: int
-) -> Iterator[None]:
-    """Offloads what autograd saves of a call's inputs while the body runs, if gradients flow to it. Other inputs (masks,
-    position embeddings) are the same tensors for all layers, and stay on the device."""
-    recording = Recording(offloader, label, [tensor for tensor in tensors if not tensor.requires_grad])
-    with saved_tensors_hooks(
-        lambda tensor: recording.place(tensor) or tensor,
-        lambda packed: packed.tensor() if isinstance(packed, OffloadedTensor) else packed,
-    ):
-        yield
-    offloader.send(recording, tape, position)

@@ -109,7 +109,7 @@ def added_a_layer(calls: Callable[..., int], **settings: Any) -> float:
     return (streamed - (calls(more, False) - calls(fewer, False))) / (more - fewer)
 
 
-@pytest.mark.parametrize(("evaluation_weights", "bound"), [("stream", 60), ("resident", 16)])
+@pytest.mark.parametrize(("evaluation_weights", "bound"), [("stream", 62), ("resident", 16)])
 def test_a_forward_without_gradients_adds_few_python_calls_a_layer(evaluation_weights: str, bound: int) -> None:
     assert added_a_layer(calls_of_forward, evaluation_weights=evaluation_weights) <= bound
 

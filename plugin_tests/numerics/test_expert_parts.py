@@ -24,6 +24,7 @@ from torch import nn
 from trainer_runs import examples, make_arguments, plugin
 from transformers import Trainer
 
+from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
 pytestmark = pytest.mark.usefixtures("profiled_once")
@@ -240,6 +241,19 @@ def test_a_second_backward_through_the_same_graph_doubles_the_gradients(kept_lay
     loss.backward()
     for name, parameter in model.named_parameters():
         assert torch.allclose(parameter.grad, 2 * once[name], rtol=1e-5, atol=1e-8), name
+    engine.close()
+
+
+@pytest.mark.parametrize("kept_layers", [0, 3])
+def test_a_backward_through_experts_whose_weights_were_written_since_the_forward_is_an_error(kept_layers: int) -> None:
+    model = tiny_experts()
+    engine = attach(model, bf16=False, expert_parts=3, kept_layers=kept_layers)
+    ids = token_batches(1)[0]
+    loss = model(input_ids=ids, labels=ids).loss
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj.mul_(2)
+    with pytest.raises(StateError, match="changed between forward and backward"):
+        loss.backward()
     engine.close()
 
 

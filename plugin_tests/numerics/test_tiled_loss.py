@@ -114,6 +114,17 @@ def test_with_all_tokens_ignored_loss_and_gradients_are_torch_s(dtype: torch.dty
         torch.testing.assert_close(our, their, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("chain", ["as_it_is", "float"])
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"label_smoothing": 0.1}], ids=str)
+def test_a_loss_of_no_tokens_is_torch_s(chain: str, options: dict[str, object]) -> None:
+    inputs = Inputs(torch.bfloat16)
+    inputs.labels = inputs.labels[:, :1]
+    ours, theirs = (inputs.loss(logits[:, :1], CHAINS[chain], **options) for logits in (inputs.lazy(), inputs.plain()))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    for our, their in zip(gradients(ours, inputs.leaves), gradients(theirs, inputs.leaves), strict=True):
+        assert torch.equal(our, their)
+
+
 def test_an_incoming_gradient_of_one_changes_nothing_and_others_scale() -> None:
     inputs = Inputs(torch.bfloat16)
     loss = inputs.loss(inputs.lazy(), CHAINS["float"])

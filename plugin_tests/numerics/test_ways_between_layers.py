@@ -123,10 +123,11 @@ def inputs_changed_after_the_call(layers: Any, hidden: torch.Tensor) -> torch.Te
     return hidden
 
 
+@pytest.mark.parametrize("offloaded_inputs", [False, True])
 @pytest.mark.parametrize("placement", ["kept", *RECOMPUTED])
-def test_an_input_that_is_changed_in_place_after_the_call_is_an_error(placement: str) -> None:
+def test_an_input_that_is_changed_in_place_after_the_call_is_an_error(placement: str, offloaded_inputs: bool) -> None:
     model = Net(UsesItsInputTwice, inputs_changed_after_the_call)
-    with placed(model, placement):
+    with placed(model, placement, offloaded_inputs=offloaded_inputs):
         loss = loss_of(model)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
@@ -173,6 +174,20 @@ def weights_used_outside(layers: Any, hidden: torch.Tensor) -> torch.Tensor:
         hidden, scale, weight = layer(hidden)
         hidden = hidden * scale + weight.sum(0)
     return hidden
+
+
+def weights_used_at_the_end(layers: Any, hidden: torch.Tensor) -> torch.Tensor:
+    scales = []
+    for layer in layers:
+        hidden, scale, _ = layer(hidden)
+        scales.append(scale)
+    return hidden + torch.stack(scales).sum(0)
+
+
+def evaluated_and_trained(model: nn.Module) -> list[torch.Tensor]:
+    with torch.no_grad():
+        evaluated = loss_of(model)
+    return [evaluated, *one_step(model)]
 
 
 def branches(layers: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -250,6 +265,7 @@ def watched_by_backward_hooks(model: Any) -> list[torch.Tensor]:
 INTERFACES = {
     "containers": net(TakesState, through_containers),
     "weights_handed_out": net(HandsOutItsWeights, weights_used_outside),
+    "weights_handed_out_without_gradients": net(HandsOutItsWeights, weights_used_at_the_end, evaluated_and_trained),
     # Sums of what two layers make of one tensor have another order.
     "branches": net(run=branches),
     # Gradients of weights that don't come by the layer's output are lost.
