@@ -93,7 +93,7 @@ class DevicePlan:
         self._cudnn_again: weakref.finalize[[bool], DevicePlan] | None = None
         """Enables cuDNN's attention again, at the latest when this plan is collected. None unless the plan disabled it."""
         self._is_displaced = False
-        """Whether units moved to the host to make room for an evaluation."""
+        """Whether units moved to the host to make room for an evaluation, or for a measurement."""
         self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights, self.budget)
         self._expected: tuple[int | None, bool | None] = (None, None)
         self._compiles_after: int | None = None
@@ -154,7 +154,6 @@ class DevicePlan:
         self._runtime.calls.policy = self.made.placement
         if self._is_displaced:
             self._place(self.made.placement)
-            self._is_displaced = False
         ranks, is_in_a_row = self._runtime.ranks, self._runtime.calls.real is not None
         own = (self._extent(inputs), row_size(inputs), is_in_a_row, self.made.planned, self._resumed is not None)
         told: list[Any] = [own] if ranks is None else ranks.gather(own)
@@ -521,13 +520,15 @@ class DevicePlan:
         try:
             return measure_layers(model, self._runtime, inputs, step_profile, self.budget.whole_bytes(), is_plain)
         except torch.OutOfMemoryError:
-            if self.made.placement == self._settled():
+            if self._is_displaced or self.made.placement == self._settled():
                 raise
         except Exception as error:  # unless only the trial fails, the training's own forward raises it again
             logger.info("megatrain: layers can't be measured, their costs are estimated (%s)", error)
             return step_profile
-        # Units that an earlier plan put on the device, for smaller batches, move to the host to make room.
-        self._place(Placement())
+        # Units that an earlier plan put on the device, for smaller batches, move to the host to make room. If this batch
+        # doesn't fit all the same, that plan goes on.
+        self._is_displaced = True
+        self._runtime.place((), groups_on_device=False)
         torch.cuda.empty_cache()
         return measure_layers(model, self._runtime, inputs, step_profile, self.budget.whole_bytes(), is_plain)
 
@@ -542,6 +543,7 @@ class DevicePlan:
         self._runtime.calls.policy = placement
         self._runtime.activations.spacing = placement.offload_spacing
         self._runtime.place(placement.on_device, placement.groups_on_device, placement.states_on_device)
+        self._is_displaced = False
 
     def _keep_states_on_host(self) -> None:
         nothing = frozenset[int]()

@@ -701,6 +701,27 @@ def test_measuring_that_runs_out_of_memory_is_tried_again_with_everything_off_th
     assert on_device[1] == 0
 
 
+def test_a_batch_that_runs_out_of_memory_when_it_is_measured_leaves_smaller_ones_their_plan(
+    measured_by: Callable[[Callable[..., object]], None],
+) -> None:
+    run = planned(200, device_layers=3)
+    run.step(batch(64))
+    before, policy = run.engine.device_plan.made, run.engine.runtime.calls.policy
+    assert len(policy.kept) == 8
+
+    def measures(*_: object) -> StepProfile:
+        raise torch.OutOfMemoryError("no room")
+
+    measured_by(measures)
+    with pytest.raises(torch.OutOfMemoryError):
+        run.step(batch(128))
+    run.step(batch(64))
+    assert run.engine.runtime.calls.policy == policy
+    assert run.engine.device_plan.made.placement == before.placement
+    assert [layer.unit.is_on_device for layer in run.engine.runtime.layers] == 3 * [True] + 5 * [False]
+    run.engine.close()
+
+
 def test_forwards_that_wait_take_what_they_take_by_the_tiles_that_were_chosen_after_measuring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
