@@ -458,6 +458,23 @@ def test_layers_are_measured_once_and_other_steps_are_in_proportion(monkeypatch:
     assert profile.backward_seconds is None
 
 
+def test_a_training_that_accumulates_more_backwards_than_the_last_one_is_planned_for_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_plan, "measured_machine", lambda *_: dataclasses.replace(MACHINE, host_step_parameters=1e6))
+    made = []
+    for earlier in ((), (1,)):
+        run = planned(45)
+        for micro_batches in (*earlier, 4):
+            run.engine.expect_accumulation(micro_batches)
+            run.engine.device_plan.expect_steps(10)
+            run.step(batch())
+        made.append(run.engine.device_plan.made)
+        run.engine.close()
+    assert made[1].placement == made[0].placement, "gradients of earlier backwards take memory beside it"
+    assert made[1].predicted_bytes == made[0].predicted_bytes
+
+
 def test_a_batch_too_large_for_the_budget_is_said_and_tried(caplog: pytest.LogCaptureFixture) -> None:
     run = planned(2)
     run.step(batch(128))
