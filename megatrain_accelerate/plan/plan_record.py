@@ -27,13 +27,14 @@ _TABLE_COLUMNS = 80
 
 
 def made_for(model: nn.Module, runtime: StreamingRuntime, config: MegatrainConfig, micro_batches: int) -> str:
-    """A text of what must be equal for a recorded plan to be taken over: GPU, torch, settings, model and way of stepping."""
+    """A text of what must be equal for a recorded plan to be taken over: GPU, torch, settings, model, ranks and way of
+    stepping."""
     device = runtime.streams.device
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
     layouts = [(at.weight_bytes, at.gradient_bytes, at.parameter_count) for at in (unit.layout for unit in runtime.units)]
     configs = (getattr(module, "config", None) for module in model.modules())
     attention = sorted({str(getattr(config, "_attn_implementation", None)) for config in configs})
-    way = (runtime.batch_cut.asked, micro_batches, runtime.states_may_move)
+    way = (runtime.batch_cut.asked, micro_batches, runtime.states_may_move, runtime.sums.ranks)
     return repr((gpu, torch.__version__, config, layouts, attention, way))
 
 
