@@ -395,7 +395,7 @@ class DevicePlan:
             # Free memory varies by a few MiB from run to run, and the recorded plan filled what was free.
             budget_bytes = int(budget_bytes * RESUMED_SHARE_OF_DEVICE / USABLE_SHARE_OF_DEVICE)
         room_bytes = self._host_budget_bytes() + self.model_sizes().moved_bytes(record.placement)
-        if record.predicted_bytes > budget_bytes or record.offloaded_bytes > room_bytes:
+        if record.predicted_bytes > budget_bytes or record.offloaded_bytes > max(0, room_bytes):
             logger.info("megatrain: there is less memory than the checkpoint's plan was made for")
         else:
             counts = {name: getattr(record, name) + getattr(self.made, name) for name in ("batches", "tokens")}

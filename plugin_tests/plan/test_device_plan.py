@@ -838,6 +838,17 @@ def test_a_plan_that_was_made_for_something_else_is_not_taken_over(
     assert profiled == [(4, 64), (4, 32)]
 
 
+def test_a_plan_that_takes_no_host_memory_is_taken_over_where_none_is_left(
+    profiled: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_plan, "available_host_bytes", lambda *_: 0)
+    first, resumed = planned(24, offloaded_inputs=False), planned(24, offloaded_inputs=False)
+    first.step(batch(64))
+    resumed.engine.device_plan.expect_steps(10, None, first.engine.device_plan.record)
+    resumed.step(batch(64))
+    assert profiled == [(4, 64)]
+
+
 def test_a_plan_for_joined_micro_batches_is_taken_over_by_joined_ones_alone(profiled: list[tuple[int, ...]]) -> None:
     def step_of(run: Training, joined: bool) -> None:
         run.engine.runtime.batch_cut.asked = 2 if joined else None
