@@ -111,8 +111,8 @@ class DevicePlan:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """The last plan by :meth:`PlanRecord.as_data`. None before the first one, or if it has no predicted time."""
-        is_planned = self.made.plans and self.made.predicted_time is not None and self._compiles_after is None
+        """The last plan by :meth:`PlanRecord.as_data`. None before the first one, or without a budget."""
+        is_planned = self.made.plans and self.budget.exists and self._compiles_after is None
         return self.made.as_data() if is_planned else None
 
     @property
@@ -250,7 +250,9 @@ class DevicePlan:
                 error,
             )
             self._place(self._settled())
-            self._note(planned=seen, usual_share=1.0)
+            # How layers run (in pieces, by tiles) stays as it was. What was predicted was so of another placement.
+            unknown = {"offloaded_bytes": 0, "predicted_bytes": 0, "predicted_time": None}
+            self._note(planned=seen, usual_share=1.0, is_linear=False, **unknown)
             return
         self._adopt(plan)
         if budget_bytes and (self.show or self._runtime.ranks is not None) and self._compiles_after is None:

@@ -62,7 +62,7 @@ class PlanRecord:
     placement: Placement = dataclasses.field(default_factory=Placement)
     """The placement for the largest batch."""
     predicted_bytes: int = 0
-    """The most device memory that a step is predicted to take. 0 before the first plan."""
+    """The most device memory that a step is predicted to take. 0 before the first plan, and if it isn't predicted."""
     predicted_time: StepTime | None = None
     """Predicted time of a step on the usual batch if there is one, else on the largest. None if it isn't predicted."""
     batches: int = 0
@@ -103,6 +103,8 @@ class PlanRecord:
         """The reverse of :meth:`as_data`. None for data with other field names, from another version of this package."""
         placements = dict.fromkeys(("placement", "usual_placement"), Placement)
         kinds = {"seen": BatchExtent, "planned": BatchExtent, "predicted_time": StepTime, **placements}
+        if data.get("predicted_time") is None:
+            del kinds["predicted_time"]
         pairs = [(cls, data), *((kind, data.get(name, {})) for name, kind in kinds.items())]
         if any({field.name for field in dataclasses.fields(kind)} != found.keys() for kind, found in pairs):
             return None

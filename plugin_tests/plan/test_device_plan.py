@@ -824,6 +824,29 @@ def test_a_resumed_training_goes_on_by_its_plan_and_plans_nothing(profiled: list
     assert resumed.engine.device_plan.record == plan.record
 
 
+def test_a_later_step_that_can_not_be_predicted_leaves_no_prediction_and_is_resumed_in_the_same_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def looks_at_data(*_: object) -> StepProfile:
+        raise ValueError("it looks at its data")
+
+    first, resumed = (planned(22, offloaded_layers=0, offloaded_inputs=False) for _ in range(2))
+    plan, ids = first.engine.device_plan, token_batches(1, batch=16, length=144, vocabulary=512)[0]
+    first.step(ids[:, :128])
+    assert plan.made.predicted_time is not None
+    monkeypatch.setattr(device_plan, "profile_step", looks_at_data)
+    first.step(ids)
+    assert (plan.made.predicted_time, plan.made.predicted_bytes) == (None, 0)
+    assert plan.made.at(0.5) == (plan.made.placement, 0)
+    record = json.loads(json.dumps(plan.record))
+    resumed.engine.device_plan.expect_steps(10, None, record)
+    for run in (first, resumed):
+        run.step(ids[:, :128])
+        assert run.engine.runtime.batch_cut.chosen == 8
+        run.engine.close()
+    assert resumed.engine.device_plan.record == plan.record
+
+
 @pytest.mark.parametrize(
     "changes", [{"budget_mib": 20}, {"kept_layers": 0}, {"slots": 3}], ids=lambda changes: next(iter(changes))
 )
