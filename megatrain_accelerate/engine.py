@@ -416,7 +416,9 @@ class Engine:
     def expect_accumulation(self, micro_batches: int) -> None:
         """Prepares for this many backwards before each step, with buffers that are allocated now and not within a step. Raises
         ``HostMemoryError`` if the fp32 sums of the gradients don't fit and weren't counted at adoption."""
-        self.device_plan.micro_batches = micro_batches
+        if micro_batches != self.device_plan.micro_batches:
+            self.device_plan.micro_batches = micro_batches
+            self.device_plan.forget()
         if micro_batches > 1:
             self.runtime.offloader.prepare_accumulation()
 

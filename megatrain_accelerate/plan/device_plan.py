@@ -97,7 +97,7 @@ class DevicePlan:
         self._cudnn_again: weakref.finalize[[bool], DevicePlan] | None = None
         """Enables cuDNN's attention again, at the latest when this plan is collected. None unless the plan disabled it."""
         self._is_displaced = False
-        """Whether units moved to the host to make room for an evaluation."""
+        """Whether units moved to the host to make room for an evaluation, or for a measurement."""
         self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights, self.budget)
         self._announced: tuple[int | None, bool | None] = (None, None)
         """``steps`` and ``compiles`` of the last call of :meth:`expect_steps`."""
@@ -116,8 +116,8 @@ class DevicePlan:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """The last plan by :meth:`PlanRecord.as_data`. None before the first one, or if it has no predicted time."""
-        is_planned = self.current.plans and self.current.predicted_time is not None and self._compiles_after is None
+        """The last plan by :meth:`PlanRecord.as_data`. None before the first one, or without a budget."""
+        is_planned = self.current.plans and self.budget.exists and self._compiles_after is None
         return self.current.as_data() if is_planned else None
 
     @property
@@ -160,7 +160,6 @@ class DevicePlan:
         self._runtime.calls.policy = self.current.placement
         if self._is_displaced:
             self._place(self.current.placement)
-            self._is_displaced = False
         ranks, omits_padding = self._runtime.ranks, self._runtime.calls.real_tokens is not None
         own = (self._extent(inputs), row_size(inputs), omits_padding, self.current.planned, self._resumed is not None)
         of_ranks: list[Any] = [own] if ranks is None else ranks.gather(own)
@@ -257,7 +256,9 @@ class DevicePlan:
                 error,
             )
             self._place(self._minimal_placement())
-            self._note(planned=seen, usual_share=1.0)
+            # How layers run (in pieces, by tiles) stays as it was. What was predicted was so of another placement.
+            unknown = {"offloaded_bytes": 0, "predicted_bytes": 0, "predicted_time": None}
+            self._note(planned=seen, usual_share=1.0, is_linear=False, **unknown)
             return
         self._adopt(plan)
         if budget_bytes and (self.show or self._runtime.ranks is not None) and self._compiles_after is None:
@@ -406,11 +407,11 @@ class DevicePlan:
             # Free memory varies by a few MiB from run to run, and the recorded plan filled what was free.
             budget_bytes = int(budget_bytes * RESUMED_SHARE_OF_DEVICE / USABLE_SHARE_OF_DEVICE)
         room_bytes = self._host_budget_bytes() + self.model_sizes().moved_bytes(record.placement)
-        if record.predicted_bytes > budget_bytes or record.offloaded_bytes > room_bytes:
+        if record.predicted_bytes > budget_bytes or record.offloaded_bytes > max(0, room_bytes):
             logger.info(
                 "megatrain: the checkpoint's plan isn't used: it needs %.1f GiB of GPU memory and %.1f GiB of host memory, "
                 "and %.1f and %.1f GiB are free for it",
-                *(count / GIB for count in (record.predicted_bytes, record.offloaded_bytes, budget_bytes, room_bytes)),
+                *(count / GIB for count in (record.predicted_bytes, record.offloaded_bytes, budget_bytes, max(0, room_bytes))),
             )
         else:
             counts = {name: getattr(record, name) + getattr(self.current, name) for name in ("batches", "tokens")}
@@ -540,13 +541,15 @@ class DevicePlan:
         try:
             return measure_layers(model, self._runtime, inputs, step_profile, self.budget.whole_bytes(), is_plain)
         except torch.OutOfMemoryError:
-            if self.current.placement == self._minimal_placement():
+            if self._is_displaced or self.current.placement == self._minimal_placement():
                 raise
         except Exception as error:  # unless only the trial fails, the training's own forward raises it again
             logger.info("megatrain: layers can't be measured, their costs are estimated (%s)", error)
             return step_profile
-        # Units that an earlier plan put on the device, for smaller batches, move to the host to make room.
-        self._place(Placement())
+        # Units that an earlier plan put on the device, for smaller batches, move to the host to make room. If this batch
+        # doesn't fit all the same, that plan goes on.
+        self._is_displaced = True
+        self._runtime.place((), groups_on_device=False)
         torch.cuda.empty_cache()
         return measure_layers(model, self._runtime, inputs, step_profile, self.budget.whole_bytes(), is_plain)
 
@@ -561,6 +564,7 @@ class DevicePlan:
         self._runtime.calls.policy = placement
         self._runtime.activations.spacing = placement.offload_spacing
         self._runtime.place(placement.on_device, placement.groups_on_device, placement.states_on_device)
+        self._is_displaced = False
 
     def _keep_states_on_host(self) -> None:
         nothing = frozenset[int]()

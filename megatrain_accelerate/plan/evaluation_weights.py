@@ -56,16 +56,21 @@ class EvaluationWeights:
     def __init__(self, runtime: StreamingRuntime, setting: str, budget: DeviceBudget) -> None:
         self._runtime, self._setting, self._budget = runtime, setting, budget
         self._forwards = self._cache_bytes = self._needed_bytes = 0
-        self._evaluated = BatchExtent()
+        self._evaluated: dict[frozenset[str], BatchExtent] = {}
+        """Extents that cover all forwards so far, by the names of what these were given: with labels a model makes all logits,
+        for a generation those of the last token."""
         self._is_full = self._is_warned = self._is_warned_of_experts = False
 
     def needed_bytes(self, model: nn.Module, inputs: Mapping[str, Any]) -> int:
         """Predicted device bytes of the largest forward without gradients so far, including this one. 0 if unknown."""
+        given = frozenset(name for name, value in inputs.items() if value is not None)
+        evaluated = self._evaluated.get(given, BatchExtent())
         # The next token isn't predicted: it needs less than its prompt, can't run without its cache, and its mask grows.
-        if not is_next_token(inputs) and not self._evaluated.covers(extent := BatchExtent.of(inputs)):
-            self._evaluated = self._evaluated.union(extent)
+        if not is_next_token(inputs) and not evaluated.covers(extent := BatchExtent.of(inputs)):
+            self._evaluated[given] = evaluated.union(extent)
             try:
-                self._needed_bytes = evaluation_bytes(model, self._runtime, inputs, self._runtime.streams.device)
+                needed_bytes = evaluation_bytes(model, self._runtime, inputs, self._runtime.streams.device)
+                self._needed_bytes = max(self._needed_bytes, needed_bytes)
             except Exception as error:  # a model whose code reads values can't run on fake tensors
                 logger.info("megatrain: an evaluation's memory can't be predicted for this model (%s)", error)
         return self._needed_bytes

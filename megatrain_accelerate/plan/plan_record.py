@@ -27,13 +27,14 @@ _TABLE_COLUMNS = 80
 
 
 def made_for(model: nn.Module, runtime: StreamingRuntime, config: MegatrainConfig, micro_batches: int) -> str:
-    """A text of what must be equal for a recorded plan to be taken over: GPU, torch, settings, model and way of stepping."""
+    """A text of what must be equal for a recorded plan to be taken over: GPU, torch, settings, model, ranks and way of
+    stepping."""
     device = runtime.streams.device
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
     layouts = [(at.weight_bytes, at.gradient_bytes, at.parameter_count) for at in (unit.layout for unit in runtime.units)]
     configs = (getattr(module, "config", None) for module in model.modules())
     attention = sorted({str(getattr(config, "_attn_implementation", None)) for config in configs})
-    way = (runtime.batch_cut.asked, micro_batches, runtime.states_may_move)
+    way = (runtime.batch_cut.asked, micro_batches, runtime.states_may_move, runtime.fp32_sums.ranks)
     return repr((gpu, torch.__version__, config, layouts, attention, way))
 
 
@@ -61,7 +62,7 @@ class PlanRecord:
     placement: Placement = dataclasses.field(default_factory=Placement)
     """The placement for the largest batch."""
     predicted_bytes: int = 0
-    """The most device memory that a step is predicted to take. 0 before the first plan."""
+    """The most device memory that a step is predicted to take. 0 before the first plan, and if it isn't predicted."""
     predicted_time: StepTime | None = None
     """Predicted time of a step on the usual batch if there is one, else on the largest. None if it isn't predicted."""
     batches: int = 0
@@ -102,6 +103,8 @@ class PlanRecord:
         """The reverse of :meth:`as_data`. None for data with other field names, from another version of this package."""
         placements = dict.fromkeys(("placement", "usual_placement"), Placement)
         kinds = {"seen": BatchExtent, "planned": BatchExtent, "predicted_time": StepTime, **placements}
+        if data.get("predicted_time") is None:
+            del kinds["predicted_time"]
         pairs = [(cls, data), *((kind, data.get(name, {})) for name, kind in kinds.items())]
         if any({field.name for field in dataclasses.fields(kind)} != found.keys() for kind, found in pairs):
             return None

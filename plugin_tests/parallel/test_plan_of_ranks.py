@@ -84,7 +84,7 @@ def main() -> None:
         "plans": found,
         "norm": norm,
         "resumed": resumed,
-        "record": record is not None,
+        "record": record,
         "sizes": sizes,
         "exchange": exchange,
     }
@@ -104,6 +104,12 @@ def test_ranks_run_by_the_plan_of_the_largest_batch_in_the_smallest_budget(tmp_p
     assert any(plans[0]["where"]), "there is room for some layers"
     assert first["record"]
     assert first["resumed"] == plans[-1]
+    alone, fresh = training(1), training(1)
+    alone.engine.device_plan.expect_steps(10, None, first["record"])
+    for run in (alone, fresh):
+        run.step(token_batches(1, length=9)[0])
+        run.engine.close()
+    assert planned(alone) == planned(fresh), "one process has all states of a layer on its device, and exchanges nothing"
     with torch.device("meta"):
         model = tiny_model().to(torch.bfloat16).train()
     config, machine = MegatrainConfig(), Machine(1e9, 1e9, 1e9, 1e9, 1e9)

@@ -458,6 +458,23 @@ def test_layers_are_measured_once_and_other_steps_are_in_proportion(monkeypatch:
     assert profile.backward_seconds is None
 
 
+def test_a_training_that_accumulates_more_backwards_than_the_last_one_is_planned_for_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_plan, "measured_machine", lambda *_: dataclasses.replace(MACHINE, host_step_parameters=1e6))
+    made = []
+    for earlier in ((), (1,)):
+        run = planned(45)
+        for micro_batches in (*earlier, 4):
+            run.engine.expect_accumulation(micro_batches)
+            run.engine.device_plan.expect_steps(10)
+            run.step(batch())
+        made.append(run.engine.device_plan.current)
+        run.engine.close()
+    assert made[1].placement == made[0].placement, "gradients of earlier backwards take memory beside it"
+    assert made[1].predicted_bytes == made[0].predicted_bytes
+
+
 def test_a_batch_too_large_for_the_budget_is_said_and_tried(caplog: pytest.LogCaptureFixture) -> None:
     run = planned(2)
     run.step(batch(128))
@@ -701,6 +718,27 @@ def test_measuring_that_runs_out_of_memory_is_tried_again_with_everything_off_th
     assert on_device[1] == 0
 
 
+def test_a_batch_that_runs_out_of_memory_when_it_is_measured_leaves_smaller_ones_their_plan(
+    measured_by: Callable[[Callable[..., object]], None],
+) -> None:
+    run = planned(200, device_layers=3)
+    run.step(batch(64))
+    before, policy = run.engine.device_plan.current, run.engine.runtime.calls.policy
+    assert len(policy.kept) == 8
+
+    def measures(*_: object) -> StepProfile:
+        raise torch.OutOfMemoryError("no room")
+
+    measured_by(measures)
+    with pytest.raises(torch.OutOfMemoryError):
+        run.step(batch(128))
+    run.step(batch(64))
+    assert run.engine.runtime.calls.policy == policy
+    assert run.engine.device_plan.current.placement == before.placement
+    assert [layer.unit.is_on_device for layer in run.engine.runtime.layers] == 3 * [True] + 5 * [False]
+    run.engine.close()
+
+
 def test_forwards_that_wait_take_what_they_take_by_the_tiles_that_were_chosen_after_measuring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -786,6 +824,29 @@ def test_a_resumed_training_goes_on_by_its_plan_and_plans_nothing(profiled: list
     assert resumed.engine.device_plan.record == plan.record
 
 
+def test_a_later_step_that_can_not_be_predicted_leaves_no_prediction_and_is_resumed_in_the_same_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def looks_at_data(*_: object) -> StepProfile:
+        raise ValueError("it looks at its data")
+
+    first, resumed = (planned(22, offloaded_layers=0, offloaded_inputs=False) for _ in range(2))
+    plan, ids = first.engine.device_plan, token_batches(1, batch=16, length=144, vocabulary=512)[0]
+    first.step(ids[:, :128])
+    assert plan.current.predicted_time is not None
+    monkeypatch.setattr(device_plan, "profile_step", looks_at_data)
+    first.step(ids)
+    assert (plan.current.predicted_time, plan.current.predicted_bytes) == (None, 0)
+    assert plan.current.at(0.5) == (plan.current.placement, 0)
+    record = json.loads(json.dumps(plan.record))
+    resumed.engine.device_plan.expect_steps(10, None, record)
+    for run in (first, resumed):
+        run.step(ids[:, :128])
+        assert run.engine.runtime.batch_cut.chosen == 8
+        run.engine.close()
+    assert resumed.engine.device_plan.record == plan.record
+
+
 @pytest.mark.parametrize(
     "changes", [{"budget_mib": 20}, {"kept_layers": 0}, {"slots": 3}], ids=lambda changes: next(iter(changes))
 )
@@ -798,6 +859,17 @@ def test_a_plan_that_was_made_for_something_else_is_not_taken_over(
     resumed.engine.device_plan.expect_steps(10, None, first.engine.device_plan.record)
     resumed.step(batch(32))
     assert profiled == [(4, 64), (4, 32)]
+
+
+def test_a_plan_that_takes_no_host_memory_is_taken_over_where_none_is_left(
+    profiled: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_plan, "available_host_bytes", lambda *_: 0)
+    first, resumed = planned(24, offloaded_inputs=False), planned(24, offloaded_inputs=False)
+    first.step(batch(64))
+    resumed.engine.device_plan.expect_steps(10, None, first.engine.device_plan.record)
+    resumed.step(batch(64))
+    assert profiled == [(4, 64)]
 
 
 def test_a_plan_for_joined_micro_batches_is_taken_over_by_joined_ones_alone(profiled: list[tuple[int, ...]]) -> None:

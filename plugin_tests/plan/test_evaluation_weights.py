@@ -459,3 +459,20 @@ def test_what_a_generation_needs_is_predicted_from_its_prompt_and_only_once(
         model(input_ids=token_batches(1)[0])
     assert predicted == [5, 32]
     assert held(engine) == 6
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later"),
+    [((64, 16, {}), (1, 32, {})), ((1, 32, {}), (64, 16, {})), ((64, 20, {"logits_to_keep": 1}), (64, 16, {}))],
+    ids=["before a longer one of fewer tokens", "after that", "after one that makes the last logits alone"],
+)
+def test_an_evaluation_is_predicted_to_need_what_the_largest_forward_so_far_needs(
+    earlier: tuple[int, int, dict[str, Any]], later: tuple[int, int, dict[str, Any]]
+) -> None:
+    model = tiny_model(vocab_size=4096).eval()
+    engine = attach(model, gpu_memory_gib=1)
+    forwards = [{"input_ids": torch.ones(rows, length, dtype=torch.long), **more} for rows, length, more in (earlier, later)]
+    alone = [evaluation_weights.evaluation_bytes(model, engine.runtime, inputs, engine.device) for inputs in forwards]
+    found = [engine.device_plan.evaluation_weights.needed_bytes(model, inputs) for inputs in forwards]
+    assert found == [alone[0], max(alone)]
+    engine.close()
