@@ -303,6 +303,7 @@ class FusedStep(HostStep):
             self._check_stepped_in_backward(found, factors, done)
             found = [(state, group) for state, group in found if id(state.parameter) not in done]
         if not self.allows(norm):
+            runtime.watch.begin()  # another optimizer's step may be under way
             return
         entries = [self._entry(optimizer.state, state) for state, _ in found]
         all_steps = {id(step[0]): step for step in self._steps(found, _next_steps(entries), factors)}

@@ -161,6 +161,7 @@ class MasterStep(HostStep):
         found, outside = self.with_gradients(optimizer)
         norm, factors = self.norm_and_factors(optimizer, found, outside)
         if not self.allows(norm):
+            runtime.watch.begin()  # another optimizer's step may be under way
             return
         shown: list[tuple[ParameterState, torch.Tensor]] = []
         try:
