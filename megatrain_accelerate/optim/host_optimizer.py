@@ -8,7 +8,7 @@ import contextlib
 import copyreg
 import functools
 import logging
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.gradients.fp32_sums import joined_sum
+from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers.resident import ResidentGroup
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.watched_parameters import unwatched
@@ -71,7 +72,19 @@ def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) ->
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             # Takes over weights that were loaded before: noticed later, they would reset the residuals loaded here.
             runtime.bring_states()
-            driver.load(self, state_dict, lambda saved: original.load_state_dict(self, saved))
+            # Users' hooks change and see what is loaded, of which torch's own method gets a part.
+            pre_hooks, post_hooks = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
+            state_dict = state_dict.copy()
+            for pre_hook in pre_hooks.values():
+                if (changed := pre_hook(self, state_dict)) is not None:
+                    state_dict = changed
+            with (
+                replaced(self, "_optimizer_load_state_dict_pre_hooks", OrderedDict()),
+                replaced(self, "_optimizer_load_state_dict_post_hooks", OrderedDict()),
+            ):
+                driver.load(self, state_dict, lambda saved: original.load_state_dict(self, saved))
+            for post_hook in post_hooks.values():
+                post_hook(self)
 
         def add_param_group(self, param_group: dict[str, Any]) -> None:
             original.add_param_group(self, param_group)  # normalises the group

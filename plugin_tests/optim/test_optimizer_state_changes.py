@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from torch.optim import Optimizer
 
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import StateError
+
+StateDict = dict[Any, Any]
 
 pytestmark = pytest.mark.usefixtures("profiled_once")
 
@@ -109,6 +113,36 @@ def test_moments_in_8_bits_follow_a_reset_and_moments_given_in_fp32() -> None:
     theirs = masters_of(twin.engine, twin.model)
     for name, master in masters_of(run.engine, run.model).items():
         assert torch.equal(master, theirs[name]), name
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def reversed_keys(states: StateDict) -> StateDict:
+    return {len(states) - 1 - key: values for key, values in states.items()}
+
+
+@pytest.mark.parametrize("make", [lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2), momentum])
+def test_hooks_of_a_load_change_and_see_what_is_loaded(make: Callable[[nn.Module], Optimizer]) -> None:
+    def in_the_order_of_now(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+        return {**state_dict, "state": reversed_keys(state_dict["state"])}
+
+    def half_them(optimizer: Optimizer) -> None:
+        assert len(optimizer.state) == len(optimizer.param_groups[0]["params"])
+        for values in optimizer.state.values():
+            for value in values.values():
+                if value is not None and value.ndim:
+                    value.mul_(0.5)
+
+    def load(model: nn.Module, optimizer: Optimizer) -> None:
+        state_dict = copy.deepcopy(optimizer.state_dict())
+        state_dict["state"] = reversed_keys(state_dict["state"])
+        optimizer.register_load_state_dict_pre_hook(in_the_order_of_now)
+        optimizer.register_load_state_dict_post_hook(half_them)
+        optimizer.load_state_dict(state_dict)
+
+    assert_same_as_torch(load, make)
 
 
 def test_steps_that_nobody_interferes_with_do_not_wait_for_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
