@@ -11,6 +11,7 @@ from torch.optim import AdamW, Optimizer
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.buffers import refuse_unstepped
+from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.kernels.host import AdamArguments, ParameterStep
 from megatrain_accelerate.layers.layer import ExpertPart, StreamedExperts
 from megatrain_accelerate.layers.resident import Part, ResidentGroup
@@ -383,7 +384,8 @@ class FusedStep(HostStep):
         ]
         if not found:
             return False
-        entries = [self._entry(self._optimizer.state, state) for state, _ in found]
+        with replaced(self, "is_at_work", True):
+            entries = [self._entry(self._optimizer.state, state) for state, _ in found]
         steps = self._steps(found, _next_steps(entries), {})
         torch._foreach_add_([entry["step"] for entry in entries], 1)
         rows = [state.row for state, _ in steps]

@@ -62,7 +62,8 @@ def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) ->
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            driver.step(self, lambda: own_step(self))
+            with replaced(driver, "is_at_work", True):
+                driver.step(self, lambda: own_step(self))
             return loss
 
         def state_dict(self) -> dict[str, Any]:
@@ -116,6 +117,14 @@ def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) ->
             # Only a class of torch and a function of Python: a pickle must load where this package isn't installed.
             return copyreg._reconstructor, (original, object, None), {**kept, "state": states}  # type: ignore[attr-defined]
 
+    if isinstance(driver, FusedStep):
+
+        def get_state(self: Optimizer) -> Any:
+            if not (driver.is_at_work or driver.is_retired):
+                runtime.drain()  # RAW, WAW: steps that are under way write to moments
+            return self.__dict__["state"]
+
+        Swapped.state = property(get_state, lambda self, state: self.__dict__.update(state=state))
     functools.update_wrapper(Swapped, original, updated=())
     return Swapped
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import masters_of
+from loop_runs import slow
 from optimizer_runs import Change, assert_same_as_torch, streamed
 from plain_torch import token_batches
 from torch import nn
@@ -72,6 +73,33 @@ def test_a_reset_or_replaced_state_is_stepped_from_as_by_torch(change: Change, s
         assert state.moments is not None
         assert values["exp_avg"] is state.moments.exp_avg
         assert values["exp_avg_sq"] is state.moments.exp_avg_sq
+
+
+def late(model: nn.Module) -> Optimizer:
+    """An optimizer whose steps are applied late."""
+    slow(model)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def halve_in_place(model: nn.Module, optimizer: Optimizer) -> None:
+    for values in optimizer.state.values():
+        values["exp_avg"].mul_(0.5)
+        values["exp_avg_sq"].mul_(0.5)
+
+
+@pytest.mark.parametrize("schedule", ["deferred", "backward"])
+def test_moments_that_are_written_to_right_after_a_step_are_stepped_from(schedule: str) -> None:
+    assert_same_as_torch(halve_in_place, late, schedule)
+
+
+def test_moments_that_are_read_right_after_a_step_are_stepped() -> None:
+    run = streamed(late)
+    run.step(token_batches(1)[0])
+    read = {parameter: values["exp_avg"].clone() for parameter, values in run.optimizer.state.items()}
+    run.engine.drain()
+    for parameter, values in run.optimizer.state.items():
+        assert torch.equal(read[parameter], values["exp_avg"])
+        assert read[parameter].any()
 
 
 @pytest.mark.parametrize("change", [clear, replace_moments])
