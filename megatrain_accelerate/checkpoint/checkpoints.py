@@ -305,7 +305,7 @@ def _write_shards(model: nn.Module, engine: Engine, folder: Path, max_shard_byte
                 values[name] = engine.runtime.owner_of(state).unit.read_master(state)
             else:
                 kept = torch.float32 if tensor.is_floating_point() else tensor.dtype
-                values[name] = tensor.detach().to("cpu", kept, copy=True)
+                values[name] = tensor.detach().to("cpu", kept, copy=True, memory_format=torch.contiguous_format)
         save_file(values, folder / file, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import weakref
@@ -17,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from megatrain_accelerate.activation import config_for
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine, all_engines, engine_of
-from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedError
+from megatrain_accelerate.errors import ConfigError, StateError, StepWorkerError, UnsupportedError
 from megatrain_accelerate.integrations.shared_parts import refuse_calls, take_over
 from megatrain_accelerate.integrations.telemetry import trace_if_asked
 from megatrain_accelerate.integrations.training_arguments import require_precision
@@ -111,6 +112,7 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
     engine, bf16 = engine_of(model), accelerator.mixed_precision == "bf16"
     accumulation, arguments = accelerator.gradient_accumulation_steps, arguments_of(accelerator)
     left_behind: list[torch.optim.Optimizer] = []
+    gradients: dict[nn.Parameter, torch.Tensor] = {}
     if engine is not None:
         changed = None
         if not engine.matches(model):
@@ -120,6 +122,10 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
         if changed is not None:
             logger.warning("megatrain: %s; preparing it again", changed)
             left_behind = engine.optimizers
+            if not engine.config.passes_gradients:
+                with contextlib.suppress(StepWorkerError, StateError, UnsupportedError):  # a resized parameter, for example
+                    engine.runtime.watch.settle()
+                    gradients = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
             engine.close()
             engine = None
     if not evaluation_mode:
@@ -153,6 +159,9 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
             accelerator.register_load_state_pre_hook(lambda *_: ranks.meet("accelerator.load_state()"))
         for earlier_model in earlier_models:
             refuse_calls(earlier_model)
+        for parameter, gradient in gradients.items():
+            if (state := engine.runtime.state_of(parameter)) is not None and state.entry.spec.shape == gradient.shape:
+                state.handle.set_gradient(gradient.to(parameter.device, parameter.dtype))
         left_behind += [one for one in earlier_optimizers if any(map(engine.runtime.trains, parameters_of(one)))]
     elif not evaluation_mode:
         engine.enable_training()
@@ -178,16 +187,10 @@ def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
     found, before = accelerator(), engine_of(model)
     if found is None or before is None:
         raise StateError("parameters were unfrozen, and the Accelerator that prepared the model is gone; prepare it again")
-    before.runtime.watch.settle()
-    gradients = {} if before.config.passes_gradients else {p: p.grad for p in model.parameters() if p.grad is not None}
     drivers = (driver for driver in before.optimizer_drivers if isinstance(driver, FusedStep))
     in_backward = [driver.optimizer for driver in drivers if driver.steps_in_backward]
     engine = _attach(found, model, before.config, evaluation_mode=False)
     _adopt_waiting(found)
-    for parameter, gradient in gradients.items():
-        state = engine.runtime.state_of(parameter)
-        assert state is not None, "all parameters of a prepared model are in its store"
-        state.handle.set_gradient(gradient.to(parameter.device))
     for driver in engine.optimizer_drivers:
         if isinstance(driver, FusedStep) and driver.optimizer in in_backward and not driver.steps_in_backward:
             # As when a training begins: the first backward shows which layers' weights get gradients from outside them, too.

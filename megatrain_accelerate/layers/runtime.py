@@ -479,6 +479,7 @@ class StreamingRuntime:
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Has the next step scale the gradients so that their global norm is at most ``max_norm``. Those of other modules are
         scaled in place, as torch does it. Returns the norm before clipping, on the host."""
+        is_behind = self.watch.is_on  # steps may be under way, for which nothing here waits
         self.collect_gradients()
         parameters = list(parameters)
         exchange = self.offloader.exchange
@@ -487,7 +488,7 @@ class StreamingRuntime:
         norm = self.clipping.clip(parameters, max_norm)
         if self.open_forwards:
             self.clipping.settle(more_gradients_follow=True)  # the backwards of the open forwards add to them
-        elif self.clipping.has_unscaled():
+        if is_behind or self.clipping.has_unscaled():
             self.watch.begin()
         return norm
 

@@ -12,6 +12,7 @@ from torch.optim import AdamW, Optimizer
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.buffers import refuse_unstepped
+from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.kernels.host import AdamArguments, ParameterStep
 from megatrain_accelerate.layers.layer import ExpertPart, StreamedExperts
 from megatrain_accelerate.layers.resident import ResidentGroup, UnitOwner
@@ -308,6 +309,7 @@ class FusedStep(HostStep):
             self._check_stepped_in_backward(found, factors, done)
             found = [(state, group) for state, group in found if id(state.parameter) not in done]
         if not self.allows(norm):
+            runtime.watch.begin()  # another optimizer's step may be under way
             return
         entries = [self._entry(optimizer.state, state) for state, _ in found]
         all_steps = {id(step[0]): step for step in self._steps(found, _next_steps(entries), factors)}
@@ -388,7 +390,8 @@ class FusedStep(HostStep):
         ]
         if not found:
             return False
-        entries = [self._entry(self._optimizer.state, state) for state, _ in found]
+        with replaced(self, "is_at_work", True):
+            entries = [self._entry(self._optimizer.state, state) for state, _ in found]
         steps = self._steps(found, _next_steps(entries), {})
         torch._foreach_add_([entry["step"] for entry in entries], 1)
         rows = [state.row for state, _ in steps]

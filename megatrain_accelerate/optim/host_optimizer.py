@@ -8,7 +8,7 @@ import contextlib
 import copyreg
 import functools
 import logging
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.gradients.fp32_sums import joined_sum
+from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers.resident import ResidentGroup
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.watched_parameters import unwatched
@@ -61,7 +62,8 @@ def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) ->
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            driver.step(self, lambda: own_step(self))
+            with replaced(driver, "is_at_work", True):
+                driver.step(self, lambda: own_step(self))
             return loss
 
         def state_dict(self) -> dict[str, Any]:
@@ -71,7 +73,19 @@ def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) ->
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             # Takes over weights that were loaded before: noticed later, they would reset the residuals loaded here.
             runtime.bring_states()
-            driver.load(self, state_dict, lambda saved: original.load_state_dict(self, saved))
+            # Users' hooks change and see what is loaded, of which torch's own method gets a part.
+            pre_hooks, post_hooks = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
+            state_dict = state_dict.copy()
+            for pre_hook in pre_hooks.values():
+                if (changed := pre_hook(self, state_dict)) is not None:
+                    state_dict = changed
+            with (
+                replaced(self, "_optimizer_load_state_dict_pre_hooks", OrderedDict()),
+                replaced(self, "_optimizer_load_state_dict_post_hooks", OrderedDict()),
+            ):
+                driver.load(self, state_dict, lambda saved: original.load_state_dict(self, saved))
+            for post_hook in post_hooks.values():
+                post_hook(self)
 
         def add_param_group(self, param_group: dict[str, Any]) -> None:
             original.add_param_group(self, param_group)  # normalises the group
@@ -103,6 +117,14 @@ def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) ->
             # Only a class of torch and a function of Python: a pickle must load where this package isn't installed.
             return copyreg._reconstructor, (original, object, None), {**kept, "state": states}  # type: ignore[attr-defined]
 
+    if isinstance(driver, FusedStep):
+
+        def get_state(self: Optimizer) -> Any:
+            if not (driver.is_at_work or driver.is_retired):
+                runtime.drain()  # RAW, WAW: steps that are under way write to moments
+            return self.__dict__["state"]
+
+        Swapped.state = property(get_state, lambda self, state: self.__dict__.update(state=state))
     functools.update_wrapper(Swapped, original, updated=())
     return Swapped
 
@@ -161,6 +183,7 @@ class MasterStep(HostStep):
         found, outside = self.with_gradients(optimizer)
         norm, factors = self.norm_and_factors(optimizer, found, outside)
         if not self.allows(norm):
+            runtime.watch.begin()  # another optimizer's step may be under way
             return
         shown: list[tuple[ParameterState, torch.Tensor]] = []
         try:

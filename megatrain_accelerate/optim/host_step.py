@@ -58,6 +58,8 @@ class HostStep(UnitStepper):
         self.runtime = runtime
         self._nonfinite_in_a_row = 0
         self._why_retired: str | None = None
+        self.is_at_work = False
+        """Whether it is the driver itself that reads the optimizer's ``state`` now, which waits for no steps."""
         self._optimizer_ref = weakref.ref(optimizer)
         before = driver_of(optimizer)
         self._trained_before = before.parameter_ids if before is not None else set()

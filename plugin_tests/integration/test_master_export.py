@@ -67,6 +67,15 @@ def engine_weight(engine: Any, model: torch.nn.Module) -> torch.Tensor:
     return masters_of(engine, model)["model.embed_tokens.weight"]
 
 
+def test_a_buffer_that_is_a_view_of_another_layout_is_exported(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.register_buffer("mask", torch.arange(12.0).view(3, 4).t())
+    engine = attach(model)
+    (file,) = megatrain_accelerate.export_masters(model, tmp_path / "fp32")
+    assert torch.equal(load_file(file)["mask"], model.mask)
+    engine.close()
+
+
 def test_a_full_disk_leaves_nothing_behind_and_the_model_usable(
     trainings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

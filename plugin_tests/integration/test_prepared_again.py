@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from loop_runs import Observed, adamw, both, prepared, train
+from loop_runs import Observed, adamw, both, gradients, loss_of, prepared, train
 from peft import LoraConfig, get_peft_model
 from plain_torch import token_batches
 from torch import nn
@@ -98,6 +98,26 @@ def test_an_optimizer_goes_on_when_its_model_is_prepared_with_frozen_layers(
         model.requires_grad_(True)
         again(accelerator, model, optimizer)
         return model, observed + train(accelerator, model, optimizer, first, clip)
+
+    both(script)
+
+
+@pytest.mark.parametrize("again", [both_again, model_alone, evaluated_before])
+@pytest.mark.parametrize("make_optimizer", [adamw, momentum])
+def test_an_accumulation_goes_on_when_its_model_is_prepared_with_frozen_layers(
+    again: Callable[[Accelerator, nn.Module, Any], None], make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    first, second, third = token_batches(3)
+
+    def script(accelerator: Accelerator) -> tuple[nn.Module, Observed]:
+        model = tiny_llama()
+        model, optimizer = accelerator.prepare(model, make_optimizer(model))
+        train(accelerator, model, optimizer, [first])
+        accelerator.backward(loss_of(model, second))
+        model.model.layers[0].requires_grad_(False)
+        model.model.layers[0].zero_grad()
+        again(accelerator, model, optimizer)
+        return model, gradients(model) + train(accelerator, model, optimizer, [third])
 
     both(script)
 

@@ -268,6 +268,39 @@ def test_a_loop_reads_stepped_weights_and_scaled_gradients_right_away(clipped: b
     both(script)
 
 
+def ask_for_the_norm(accelerator: Accelerator, other: Any) -> None:
+    other.zero_grad()
+    accelerator.clip_grad_norm_(other.param_groups[0]["params"], 1.0)
+
+
+def take_a_step_that_is_skipped(accelerator: Accelerator, other: Any) -> None:
+    other.step()
+
+
+@pytest.mark.parametrize("then", [ask_for_the_norm, take_a_step_that_is_skipped])
+@pytest.mark.parametrize("other_class", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_loop_reads_weights_that_one_optimizer_stepped_before_another_was_at_work(
+    then: Callable[[Accelerator, Any], None], other_class: type[torch.optim.Optimizer]
+) -> None:
+    with plugin():
+        accelerator, model = Accelerator(cpu=True), tiny_llama()
+        optimizer = torch.optim.AdamW(model.model.parameters(), lr=1e-2)
+        other = other_class(model.lm_head.parameters(), lr=1e-2)
+        model, optimizer, other = accelerator.prepare(model, optimizer, other)
+        accelerator.backward(loss_of(model, token_batches(1)[0]))
+        model.lm_head.weight.grad.fill_(torch.nan)
+        before = snapshot(model)
+        slow(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        then(accelerator, other)
+        weight = model.model.layers[2].mlp.up_proj.weight
+        read = weight.detach().clone()
+        engine_of(model).drain()
+        assert torch.equal(read, weight)
+        assert not torch.equal(read, before["model.layers.2.mlp.up_proj.weight"])
+
+
 def step_twice(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
     optimizer.step()
     optimizer.step()

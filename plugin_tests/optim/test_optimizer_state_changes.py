@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from engine_runs import masters_of
+from loop_runs import slow
 from optimizer_runs import Change, assert_same_as_torch, streamed
 from plain_torch import token_batches
 from torch import nn
@@ -15,6 +18,8 @@ from torch.optim import Optimizer
 
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import StateError
+
+StateDict = dict[Any, Any]
 
 pytestmark = pytest.mark.usefixtures("profiled_once")
 
@@ -70,6 +75,33 @@ def test_a_reset_or_replaced_state_is_stepped_from_as_by_torch(change: Change, s
         assert values["exp_avg_sq"] is state.moments.exp_avg_sq
 
 
+def late(model: nn.Module) -> Optimizer:
+    """An optimizer whose steps are applied late."""
+    slow(model)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def halve_in_place(model: nn.Module, optimizer: Optimizer) -> None:
+    for values in optimizer.state.values():
+        values["exp_avg"].mul_(0.5)
+        values["exp_avg_sq"].mul_(0.5)
+
+
+@pytest.mark.parametrize("schedule", ["deferred", "backward"])
+def test_moments_that_are_written_to_right_after_a_step_are_stepped_from(schedule: str) -> None:
+    assert_same_as_torch(halve_in_place, late, schedule)
+
+
+def test_moments_that_are_read_right_after_a_step_are_stepped() -> None:
+    run = streamed(late)
+    run.step(token_batches(1)[0])
+    read = {parameter: values["exp_avg"].clone() for parameter, values in run.optimizer.state.items()}
+    run.engine.drain()
+    for parameter, values in run.optimizer.state.items():
+        assert torch.equal(read[parameter], values["exp_avg"])
+        assert read[parameter].any()
+
+
 @pytest.mark.parametrize("change", [clear, replace_moments])
 def test_a_layer_whose_states_lie_on_the_device_follows_too(change: Change) -> None:
     run = assert_same_as_torch(change, device_layers=1)
@@ -109,6 +141,36 @@ def test_moments_in_8_bits_follow_a_reset_and_moments_given_in_fp32() -> None:
     theirs = masters_of(twin.engine, twin.model)
     for name, master in masters_of(run.engine, run.model).items():
         assert torch.equal(master, theirs[name]), name
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def reversed_keys(states: StateDict) -> StateDict:
+    return {len(states) - 1 - key: values for key, values in states.items()}
+
+
+@pytest.mark.parametrize("make", [lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2), momentum])
+def test_hooks_of_a_load_change_and_see_what_is_loaded(make: Callable[[nn.Module], Optimizer]) -> None:
+    def in_the_order_of_now(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+        return {**state_dict, "state": reversed_keys(state_dict["state"])}
+
+    def half_them(optimizer: Optimizer) -> None:
+        assert len(optimizer.state) == len(optimizer.param_groups[0]["params"])
+        for values in optimizer.state.values():
+            for value in values.values():
+                if value is not None and value.ndim:
+                    value.mul_(0.5)
+
+    def load(model: nn.Module, optimizer: Optimizer) -> None:
+        state_dict = copy.deepcopy(optimizer.state_dict())
+        state_dict["state"] = reversed_keys(state_dict["state"])
+        optimizer.register_load_state_dict_pre_hook(in_the_order_of_now)
+        optimizer.register_load_state_dict_post_hook(half_them)
+        optimizer.load_state_dict(state_dict)
+
+    assert_same_as_torch(load, make)
 
 
 def test_steps_that_nobody_interferes_with_do_not_wait_for_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
