@@ -48,7 +48,7 @@ def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwarg
     """Activates the plugin if the arguments ask for it, and checks the other arguments if it is active."""
     given = getattr(arguments, "megatrain_config", None)
     asks = bool(getattr(arguments, "megatrain", False))
-    if given is not None and not asks and not is_active():
+    if given is not None and not asks and not is_active(arguments):
         raise ConfigError("megatrain_config is given but megatrain is off; add --megatrain (megatrain=True), or leave it out")
     if asks or given is not None:
         settings = read_settings(given)

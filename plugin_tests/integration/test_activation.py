@@ -91,6 +91,11 @@ class TestArguments:
         with pytest.raises(ConfigError, match="megatrain is off"):
             arguments(megatrain_config={"host_threads": 3})
 
+    def test_a_config_without_the_flag_is_an_error_also_beside_arguments_with_it(self) -> None:
+        arguments(megatrain=True)
+        with pytest.raises(ConfigError, match="megatrain is off"):
+            arguments(megatrain_config={"host_threads": 3})
+
     def test_settings_of_the_script_are_laid_over_those_of_the_launcher(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(activation.ENV_ACTIVE, "1")
         monkeypatch.setenv(activation.ENV_CONFIG, '{"host_threads": 5, "micro_batch_size": 4}')
