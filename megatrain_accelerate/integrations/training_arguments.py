@@ -50,15 +50,15 @@ def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwarg
     asks = bool(getattr(arguments, "megatrain", False))
     if given is not None and not asks and not is_active(arguments):
         raise ConfigError("megatrain_config is given but megatrain is off; add --megatrain (megatrain=True), or leave it out")
+    active = asks or is_active(arguments)
+    if active:
+        _refuse_unsupported(arguments)
     if asks or given is not None:
         settings = read_settings(given)
         if isinstance(given, str) and given.lstrip().startswith("{"):
             arguments.megatrain_config = dict(settings)
         ensure_ready()
         activate(arguments=settings)
-    active = is_active(arguments)
-    if active:
-        _refuse_unsupported(arguments)
     original(arguments, *args, **kwargs)
     if active:
         _ = arguments.n_gpu  # sets the private attribute before somebody reads it

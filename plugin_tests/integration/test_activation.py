@@ -112,6 +112,7 @@ class TestArguments:
     def test_fp16_is_refused_with_the_reason(self, name: str) -> None:
         with pytest.raises(UnsupportedError, match=r"loss scaling.*bf16"):
             arguments(megatrain=True, **{name: True})
+        assert activation.active_config() is None
 
     @pytest.mark.parametrize("settings", [{"deepspeed": "ds.json"}, {"fsdp": "full_shard"}])
     def test_other_ways_to_place_a_model_are_refused(self, settings: dict[str, str]) -> None:
