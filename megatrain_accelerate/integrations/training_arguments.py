@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megatrain_accelerate.activation import activate, read_settings
+from megatrain_accelerate.activation import activate, is_switched_off, read_settings
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.integrations.wrapping import ensure_ready, is_active
 
@@ -46,6 +46,23 @@ def require_precision(precision: str) -> None:
 
 def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
     """Activates the plugin if the arguments ask for it, and checks the other arguments if it is active."""
+    active = _switch_on(arguments)
+    original(arguments, *args, **kwargs)
+    if active:
+        _ = arguments.n_gpu  # sets the private attribute before somebody reads it
+
+
+def check_again(arguments: Any) -> None:
+    """Activates and checks as :func:`post_init` does, when a Trainer is made: its arguments may have been made before
+    ``enable()``, changed since, or loaded from a file. Activates nothing after ``disable()``."""
+    if is_active(arguments):
+        _refuse_unsupported(arguments)
+    elif not is_switched_off():
+        _switch_on(arguments)
+
+
+def _switch_on(arguments: Any) -> bool:
+    """Activates the plugin if the arguments ask for it, and returns whether it is active for them."""
     given = getattr(arguments, "megatrain_config", None)
     asks = bool(getattr(arguments, "megatrain", False))
     if given is not None and not asks and not is_active(arguments):
@@ -59,9 +76,7 @@ def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwarg
             arguments.megatrain_config = dict(settings)
         ensure_ready()
         activate(arguments=settings)
-    original(arguments, *args, **kwargs)
-    if active:
-        _ = arguments.n_gpu  # sets the private attribute before somebody reads it
+    return active
 
 
 def _refuse_unsupported(arguments: Any) -> None:

@@ -33,8 +33,10 @@ _trainer_arguments: Any = None
 
 
 def create_accelerator(original: Callable[..., None], trainer: Any) -> None:
-    """``create_accelerator_and_postprocess`` of the Trainer: the Accelerator that it makes keeps the Trainer's arguments."""
+    """``create_accelerator_and_postprocess`` of the Trainer: checks its arguments, and the Accelerator that it makes keeps
+    them."""
     global _trainer_arguments
+    load_replacement("training_arguments", "check_again")(trainer.args)
     outer, _trainer_arguments = _trainer_arguments, trainer.args
     try:
         original(trainer)
