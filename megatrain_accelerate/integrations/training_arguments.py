@@ -44,6 +44,15 @@ def require_precision(precision: str) -> None:
         )
 
 
+def require_undivided(parallelism: Any) -> None:
+    """Raises ``UnsupportedError`` if Accelerate's ``parallelism_config`` isn't None and asks for several processes."""
+    if parallelism is not None and parallelism.total_size > 1:
+        raise UnsupportedError(
+            f"parallelism_config asks for {parallelism.total_size} processes that divide the model or the sequence, and "
+            "megatrain divides data among GPUs only; remove it, and set num_processes"
+        )
+
+
 def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
     """Activates the plugin if the arguments ask for it, and checks the other arguments if it is active."""
     active = _switch_on(arguments)
@@ -100,11 +109,7 @@ def _refuse_unsupported(arguments: Any) -> None:
             "streamed layer's gradients never pass. Use optim='adamw_torch', which needs no GPU memory for its states here"
             + (f", or {optimizer.removesuffix('_layerwise')!r}" if optimizer.endswith("_layerwise") else "")
         )
-    if (parallelism := getattr(arguments, "parallelism_config", None)) is not None and parallelism.total_size > 1:
-        raise UnsupportedError(
-            f"parallelism_config asks for {parallelism.total_size} processes that divide the model or the sequence, and "
-            "megatrain divides data among GPUs only; remove it, and set num_processes"
-        )
+    require_undivided(getattr(arguments, "parallelism_config", None))
     for name in ("deepspeed", "fsdp"):
         if getattr(arguments, name, None) or os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() in ("1", "true"):
             raise ConfigError(
