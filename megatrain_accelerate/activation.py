@@ -82,7 +82,7 @@ def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
     is_file = not source.lstrip().startswith("{")
     try:  # JSON is yaml
         content = yaml.safe_load(Path(os.path.expanduser(source)).read_text(encoding="utf-8") if is_file else source)
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"megatrain_config must be a JSON object or a yaml file's path; got {source!r}: {error}") from error
     if is_file and isinstance(content, Mapping) and "megatrain_config" in content:
         content = content["megatrain_config"]

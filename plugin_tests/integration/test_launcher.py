@@ -225,6 +225,9 @@ class TestFlags:
         assert exported(environment("--cpu", "--megatrain-config", settings)).host_threads == 6
         with refused("did you mean 'host_threads'"):
             parse("--megatrain_config", '{"host_thread": 5}')
+        settings.write_bytes(b"\xff\xfe")
+        with refused("must be a JSON object or a yaml file's path"):
+            parse("--megatrain_config", settings)
         path = write(tmp_path, megatrain_config={"placement": {"slots": 3, "kept_layers": 2}})
         config = exported(environment("--config", path, "--megatrain_config", '{"placement": {"slots": 4}}'))
         assert config.placement == PlacementSettings(slots=4, kept_layers=2)
