@@ -163,6 +163,13 @@ class TestYaml:
         with refused(f"distributed_type: {kind}"):
             parse("--config", path)
 
+    def test_a_section_that_divides_the_model_is_refused(self, refused: Refused, tmp_path: Path) -> None:
+        if "parallelism_config" not in ClusterConfig.__dataclass_fields__:
+            pytest.skip("this accelerate has no such section")
+        sizes = {"parallelism_config_tp_size": 2, "parallelism_config_cp_size": 1}
+        with refused(r"parallelism_config_tp_size: 2.*remove"):
+            parse("--config", write(tmp_path, num_processes=2, parallelism_config=sizes))
+
     def test_stock_errors_stay(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
             parse("--config", tmp_path / "missing.yaml")
