@@ -93,8 +93,8 @@ def apply(patch: Patch, module: ModuleType) -> None:
 
 
 def _apply(patch: Patch, module: ModuleType) -> None:
-    class_name, _, name = patch.target.partition(":")[2].partition(".")
-    owner = getattr(module, class_name)
+    class_name, _, name = patch.target.partition(":")[2].rpartition(".")
+    owner = getattr(module, class_name) if class_name else module
     place, _, needs = patch.replacement.rstrip(")").partition("(")
     home, _, function = place.partition(":")
     if function == "FIELDS":
@@ -118,7 +118,7 @@ def _apply(patch: Patch, module: ModuleType) -> None:
     if name == "__init__":
         wrap(owner, name, after_init, names, always=True)
         return
-    if patch.package == "peft":
+    if patch.package == "peft" and class_name:
         wrap_in_subclasses(owner, name, replacement, always=always)
         if name in _EACH_TUNERS_OWN and _EACH_TUNERS_OWN.isdisjoint(vars(owner)):
             return

@@ -323,6 +323,26 @@ def test_a_model_that_streams_on_after_disable_is_merged_and_unmerged_all_the_sa
     assert_close(*(trained_in_a_loop(streamed, use) for streamed in (True, False)))
 
 
+def test_an_adapter_is_swapped_for_a_saved_one_under_layers_that_are_held(tmp_path: Path) -> None:
+    hotswap = pytest.importorskip("peft.utils.hotswap", reason="this peft swaps no adapters")
+    other = lora(init_lora_weights=False)
+    for parameter in other.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.1)
+    other.save_pretrained(tmp_path)
+
+    def use(model: PeftModel) -> list[torch.Tensor]:
+        seen = [logits_of(model), logits_of(model)]
+        hotswap.hotswap_adapter(model, str(tmp_path), adapter_name="default")
+        seen.append(logits_of(model))
+        loss_of(model.train(), token_batches(1)[0]).backward()
+        return [*seen, model.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight").grad]
+
+    ours, stock = (trained_in_a_loop(streamed, use) for streamed in (True, False))
+    assert float((ours[1] - ours[2]).abs().max()) > 1e-2, "another adapter"
+    assert_close(ours, stock)
+
+
 # ---------------------------------------------------------------- several adapters
 
 
