@@ -20,6 +20,8 @@ ENV_DISABLE = "MEGATRAIN_DISABLE"
 _active_config: MegatrainConfig | None = None
 _base_config: MegatrainConfig | None = None
 """The settings of the launcher or ``enable()``. Training arguments are laid over them."""
+_is_switched_off = False
+"""Whether ``disable()`` was called since the plugin was last on."""
 
 
 def is_disabled() -> bool:
@@ -35,7 +37,7 @@ def activate(
     from megatrain_accelerate.config import MegatrainConfig
     from megatrain_accelerate.errors import ConfigError
 
-    global _active_config, _base_config
+    global _active_config, _base_config, _is_switched_off
     if is_disabled():
         raise ConfigError(f"megatrain_accelerate was asked for but {ENV_DISABLE} is set; unset it to train with the plugin")
     if arguments is not None:
@@ -44,6 +46,7 @@ def activate(
     else:
         given = read_settings(settings) if isinstance(settings, str) else settings
         _active_config = _base_config = MegatrainConfig.from_mapping(given)
+    _is_switched_off = False
     return _active_config
 
 
@@ -79,7 +82,7 @@ def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
     is_file = not source.lstrip().startswith("{")
     try:  # JSON is yaml
         content = yaml.safe_load(Path(os.path.expanduser(source)).read_text(encoding="utf-8") if is_file else source)
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"megatrain_config must be a JSON object or a yaml file's path; got {source!r}: {error}") from error
     if is_file and isinstance(content, Mapping) and "megatrain_config" in content:
         content = content["megatrain_config"]
@@ -88,10 +91,16 @@ def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 def deactivate() -> None:
     """Switches the plugin off for models prepared from now on. Prepared models keep streaming."""
-    global _active_config, _base_config
+    global _active_config, _base_config, _is_switched_off
     _active_config = _base_config = None
+    _is_switched_off = True
     os.environ.pop(ENV_ACTIVE, None)
     os.environ.pop(ENV_CONFIG, None)
+
+
+def is_switched_off() -> bool:
+    """Whether ``disable()`` was called since the plugin was last on."""
+    return _is_switched_off
 
 
 def active_config() -> MegatrainConfig | None:

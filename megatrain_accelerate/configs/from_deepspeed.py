@@ -309,6 +309,7 @@ def convert(path: Path) -> Conversion:
     )
     section = _take_over(path, conversion).get("deepspeed_config")
     if isinstance(section, Mapping) and (named := section.get("deepspeed_config_file")):
+        named = str(named)
         # Accelerate resolves the name from the folder in which it is started.
         _take_over(Path(named) if Path(named).exists() else path.parent / named, conversion)
     return conversion
@@ -331,12 +332,17 @@ def _take_over(path: Path, conversion: Conversion) -> Mapping[str, Any]:
         raise ConfigError(f"{path} has no keys: a configuration of DeepSpeed's or Accelerate's was expected")
     _walk(given, "", conversion)
     if "zero_optimization" in given:
-        optimizer, scheduler = (given.get(name) or {} for name in ("optimizer", "scheduler"))
-        if "gradient_clipping" not in given and "max_grad_norm" not in (optimizer.get("params") or {}):
+        optimizer, scheduler = (_section(given, name) for name in ("optimizer", "scheduler"))
+        if "gradient_clipping" not in given and "max_grad_norm" not in _section(optimizer, "params"):
             conversion.note(_CLIPPING(None, conversion), "gradient_clipping")
-        if "warmup_type" not in (scheduler.get("params") or {}) and str(scheduler.get("type")).lower() in _SCHEDULES:
+        if "warmup_type" not in _section(scheduler, "params") and str(scheduler.get("type")).lower() in _SCHEDULES:
             conversion.note(_WARMUP(None, conversion), "scheduler.params.warmup_type")
     return given
+
+
+def _section(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = given.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def _walk(section: Mapping[str, Any], prefix: str, conversion: Conversion) -> None:

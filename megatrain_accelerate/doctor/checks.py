@@ -115,7 +115,8 @@ def hooks() -> list[Finding]:
         text = f"the plugin can't be loaded with torch ({type(failure).__name__}: {failure})"
     else:
         packages = sorted({patch.package for patch in PATCHES if importlib.util.find_spec(patch.package) is not None})
-        patched = [patch for patch in PATCHES if patch.package in packages]
+        found = {package: Version(installed_version(package) or "0") for package in packages}
+        patched = [patch for patch in PATCHES if patch.package in packages and found[patch.package] >= Version(patch.since)]
         for module in dict.fromkeys(patch.module for patch in patched):
             importlib.import_module(module)
         try:

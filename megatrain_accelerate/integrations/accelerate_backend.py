@@ -21,7 +21,7 @@ from megatrain_accelerate.engine import Engine, all_engines, engine_of
 from megatrain_accelerate.errors import ConfigError, StateError, StepWorkerError, UnsupportedError
 from megatrain_accelerate.integrations.shared_parts import refuse_calls, take_over
 from megatrain_accelerate.integrations.telemetry import trace_if_asked
-from megatrain_accelerate.integrations.training_arguments import require_precision
+from megatrain_accelerate.integrations.training_arguments import require_precision, require_undivided
 from megatrain_accelerate.integrations.wrapping import arguments_of
 from megatrain_accelerate.layers.runtime import streamed_among
 from megatrain_accelerate.layers.watched_parameters import unwatched
@@ -44,8 +44,9 @@ def _engines(accelerator: Any) -> list[Engine]:
 
 
 def require_servable(accelerator: Any) -> None:
-    """Raises ``ConfigError`` if there is no GPU and the CPU wasn't asked for, ``UnsupportedError`` for any third device, fp16,
-    fp8 or whole-model compilation: when an Accelerator is made, and when it prepares, since ``enable()`` may come later."""
+    """Raises ``ConfigError`` if there is no GPU and the CPU wasn't asked for, or if FSDP, DeepSpeed or Megatron-LM place the
+    model, ``UnsupportedError`` for any third device, fp16, fp8, a divided model or whole-model compilation: when an
+    Accelerator is made, and when it prepares, since ``enable()`` may come later."""
     if accelerator.device.type not in ("cuda", "cpu"):
         raise UnsupportedError(
             f"megatrain streams to CUDA devices, not to {accelerator.device}; run on an NVIDIA GPU, or without megatrain"
@@ -58,6 +59,12 @@ def require_servable(accelerator: Any) -> None:
             "and a first look: `use_cpu: true` in the yaml, `--use_cpu` on a Trainer script, or ACCELERATE_USE_CPU=true"
         )
     require_precision(accelerator.mixed_precision)
+    if (kind := accelerator.distributed_type.value) not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+        raise ConfigError(
+            f"{kind} and megatrain both decide where the model lives; remove one of the two (of the Accelerator's arguments "
+            "fsdp_plugin, deepspeed_plugin or megatron_lm_plugin)"
+        )
+    require_undivided(getattr(accelerator, "parallelism_config", None))
     plugin = getattr(accelerator.state, "dynamo_plugin", None)
     if plugin is not None and str(getattr(plugin.backend, "value", plugin.backend)).upper() != "NO":
         raise UnsupportedError("megatrain swaps weights under the model; leave torch_compile (dynamo_backend) off")

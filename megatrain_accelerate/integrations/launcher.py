@@ -158,6 +158,9 @@ def _refuse_unsupported(arguments: Any, written: Any, file: str | None) -> None:
             f"megatrain was asked for, but {file} has distributed_type: {kind}, and both decide where the model lives. "
             f"Set distributed_type: {TYPE} there, or give another file with --config"
         )
+    for name, size in (getattr(written, "parallelism_config", None) or {}).items():
+        if name.endswith("_size") and size not in (None, 1):
+            raise ConfigError(f"{file} has {name}: {size}, and megatrain divides data among GPUs only; remove the section")
     require_precision(str(arguments.mixed_precision or getattr(written, "mixed_precision", None) or "no").lower())
     machines = _count(arguments, written, "num_machines")
     if machines > 1:

@@ -17,11 +17,13 @@ transformers 4.46.1, 4.46.3, 4.51.3, 4.57.6, 5.0.0, 5.17.0 and 5.23.0; of peft t
 
 class Patch(NamedTuple):
     target: str
-    """``module:Class.name`` of a method or a property."""
+    """``module:Class.name`` of a method or a property, or ``module:name`` of a function."""
     replacement: str
     """``module:function(names)``: a function of integrations/, or of ``folder.module``, that is called instead, with the
     original as first argument, and names of parameters that the original must have. For an ``__init__`` it is called
     afterwards, with the new object. ``module:FIELDS``: fields to add to a dataclass."""
+    since: str = "0"
+    """The package's version that brought the target."""
 
     @property
     def module(self) -> str:
@@ -120,6 +122,7 @@ PATCHES = (
     # Reads and writes parameter.data: steps must be applied before it, and its writes taken over after it.
     Patch(f"{_TUNER}.merge_adapter", "shared_parts:write_through(self)"),
     Patch(f"{_TUNER}.unmerge_adapter", "shared_parts:write_through(self)"),
+    Patch("peft.utils.hotswap:hotswap_adapter_from_state_dict", "shared_parts:swap_adapter(model)", since="0.14.0"),
     Patch(
         "trl.trainer.callbacks:SyncRefModelCallback.sync_target_model",
         "shared_parts:sync_target_model(model, target_model, alpha)",

@@ -4,8 +4,9 @@ host store only, so a model that is prepared takes over what another one's engin
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatrain_accelerate.engine import Engine, all_engines, engine_of, prepared
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.hooks import ModelHook
 from megatrain_accelerate.plan.layer_discovery import discover_layers
+from megatrain_accelerate.store.layout import ParameterSpec
 
 logger = logging.getLogger(__name__)
 
@@ -91,15 +93,28 @@ def leave_then(original: Callable[..., Any], tuner: nn.Module, *args: Any, **kwa
 
 def write_through(original: Callable[..., Any], tuner: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """PEFT's ``merge_adapter`` and ``unmerge_adapter``: applies steps before, and takes over written base weights after."""
-    engines = engines_with(tuner)
+    with _taking_over(tuner, lambda spec: not spec.trainable):
+        return original(tuner, *args, **kwargs)
+
+
+def swap_adapter(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """PEFT's ``hotswap_adapter``: applies steps before, and takes over the written weights of LoRA's adapters after."""
+    with _taking_over(model, lambda spec: "lora_" in spec.name):
+        return original(model, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _taking_over(part: nn.Module, is_written: Callable[[ParameterSpec], bool]) -> Iterator[None]:
+    """Applies steps of a prepared model before the body, and takes over the weights that it may have written after it."""
+    engines = engines_with(part)
     for engine in engines:
         engine.drain()
     try:
-        return original(tuner, *args, **kwargs)
+        yield
     finally:
         for engine in engines:
             for state in (state for unit in engine.runtime.units for state in unit.states):
-                if not state.entry.spec.trainable:
+                if is_written(state.entry.spec):
                     state.handle.mark_written()
             engine.drain()
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megatrain_accelerate.activation import activate, read_settings
+from megatrain_accelerate.activation import activate, is_switched_off, read_settings
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.integrations.wrapping import is_active, require_patches
 
@@ -44,25 +44,49 @@ def require_precision(precision: str) -> None:
         )
 
 
+def require_undivided(parallelism: Any) -> None:
+    """Raises ``UnsupportedError`` if Accelerate's ``parallelism_config`` isn't None and asks for several processes."""
+    if parallelism is not None and parallelism.total_size > 1:
+        raise UnsupportedError(
+            f"parallelism_config asks for {parallelism.total_size} processes that divide the model or the sequence, and "
+            "megatrain divides data among GPUs only; remove it, and set num_processes"
+        )
+
+
 def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
-    """Runs instead of ``__post_init__``, and calls it. Activates the plugin if ``megatrain`` is on, or ``megatrain_config`` is
-    given while the plugin is on in this process. Checks the other arguments if it is on for these."""
+    """Runs instead of ``__post_init__``, and calls it. Activates the plugin if the arguments ask for it, and checks the other
+    arguments if it is active for these."""
+    active = _switch_on(arguments)
+    original(arguments, *args, **kwargs)
+    if active:
+        _ = arguments.n_gpu  # has trainer.n_gpu() set ``_n_gpu``, which code may read itself
+
+
+def check_again(arguments: Any) -> None:
+    """Activates and checks as :func:`post_init` does, when a Trainer is made: its arguments may have been made before
+    ``enable()``, changed since, or loaded from a file. Activates nothing after ``disable()``."""
+    if is_active(arguments):
+        _refuse_unsupported(arguments)
+    elif not is_switched_off():
+        _switch_on(arguments)
+
+
+def _switch_on(arguments: Any) -> bool:
+    """Activates the plugin if the arguments ask for it, and returns whether it is active for them."""
     given = getattr(arguments, "megatrain_config", None)
     asks = bool(getattr(arguments, "megatrain", False))
-    if given is not None and not asks and not is_active():
+    if given is not None and not asks and not is_active(arguments):
         raise ConfigError("megatrain_config is given but megatrain is off; add --megatrain (megatrain=True), or leave it out")
+    active = asks or is_active(arguments)
+    if active:
+        _refuse_unsupported(arguments)
     if asks or given is not None:
         settings = read_settings(given)
         if isinstance(given, str) and given.lstrip().startswith("{"):
             arguments.megatrain_config = dict(settings)  # as transformers does for its own fields
         require_patches()
         activate(arguments=settings)
-    active = is_active(arguments)
-    if active:
-        _refuse_unsupported(arguments)
-    original(arguments, *args, **kwargs)
-    if active:
-        _ = arguments.n_gpu  # has trainer.n_gpu() set ``_n_gpu``, which code may read itself
+    return active
 
 
 def _refuse_unsupported(arguments: Any) -> None:
@@ -86,11 +110,7 @@ def _refuse_unsupported(arguments: Any) -> None:
             "streamed layer's gradients never pass. Use optim='adamw_torch', which needs no GPU memory for its states here"
             + (f", or {optimizer.removesuffix('_layerwise')!r}" if optimizer.endswith("_layerwise") else "")
         )
-    if (parallelism := getattr(arguments, "parallelism_config", None)) is not None and parallelism.total_size > 1:
-        raise UnsupportedError(
-            f"parallelism_config asks for {parallelism.total_size} processes that divide the model or the sequence, and "
-            "megatrain divides data among GPUs only; remove it, and set num_processes"
-        )
+    require_undivided(getattr(arguments, "parallelism_config", None))
     for name in ("deepspeed", "fsdp"):
         if getattr(arguments, name, None) or os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() in ("1", "true"):
             raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
@@ -14,6 +15,7 @@ from megatrain_accelerate.activation import is_on_for
 from megatrain_accelerate.errors import PatchError
 from megatrain_accelerate.integrations.patches import TESTED_VERSIONS, Patch
 
+_ENGINE = "megatrain_accelerate.engine"
 _MARK = "_megatrain_patch"
 """Set on our wrappers, so that a second application leaves them alone."""
 
@@ -22,6 +24,9 @@ _failures: dict[str, Exception] = {}
 
 _CALLED_ALWAYS = ("launcher", "training_arguments", "wrapping")
 """Modules whose replacements are called even if the plugin is off."""
+
+_CALLED_FOR_PREPARED_MODELS = ("shared_parts",)
+"""Modules whose replacements are called also after ``disable()``, which leaves prepared models streaming."""
 
 _EACH_TUNERS_OWN = {"merge_and_unload", "set_adapter", "unload"}
 """Methods that each class of PEFT tuners had of its own before PEFT 0.18, and that most inherit since."""
@@ -33,8 +38,10 @@ _trainer_arguments: Any = None
 
 
 def create_accelerator(original: Callable[..., None], trainer: Any) -> None:
-    """``create_accelerator_and_postprocess`` of the Trainer: the Accelerator that it makes keeps the Trainer's arguments."""
+    """``create_accelerator_and_postprocess`` of the Trainer: checks its arguments, and the Accelerator that it makes keeps
+    them."""
     global _trainer_arguments
+    load_replacement("training_arguments", "check_again")(trainer.args)
     outer, _trainer_arguments = _trainer_arguments, trainer.args
     try:
         original(trainer)
@@ -86,15 +93,20 @@ def apply(patch: Patch, module: ModuleType) -> None:
 
 
 def _apply(patch: Patch, module: ModuleType) -> None:
-    class_name, _, name = patch.target.partition(":")[2].partition(".")
-    owner = getattr(module, class_name)
+    class_name, _, name = patch.target.partition(":")[2].rpartition(".")
+    owner = getattr(module, class_name) if class_name else module
     place, _, needs = patch.replacement.rstrip(")").partition("(")
     home, _, function = place.partition(":")
     if function == "FIELDS":
         add_fields(owner, load_replacement(home, function))
         return
 
+    is_for_prepared = home in _CALLED_FOR_PREPARED_MODELS
+    always = is_for_prepared or home in _CALLED_ALWAYS
+
     def replacement(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if is_for_prepared and _ENGINE not in sys.modules:  # no model was prepared yet
+            return original(*args, **kwargs)
         return load_replacement(home, function)(original, *args, **kwargs)
 
     def after_init(original: Callable[..., None], made: Any, *args: Any, **kwargs: Any) -> None:
@@ -106,11 +118,11 @@ def _apply(patch: Patch, module: ModuleType) -> None:
     if name == "__init__":
         wrap(owner, name, after_init, names, always=True)
         return
-    if patch.package == "peft":
-        wrap_in_subclasses(owner, name, replacement)
+    if patch.package == "peft" and class_name:
+        wrap_in_subclasses(owner, name, replacement, always=always)
         if name in _EACH_TUNERS_OWN and _EACH_TUNERS_OWN.isdisjoint(vars(owner)):
             return
-    wrap(owner, name, replacement, names, always=home in _CALLED_ALWAYS)
+    wrap(owner, name, replacement, names, always=always)
 
 
 def installed_version(package: str) -> str | None:
@@ -157,18 +169,18 @@ def wrap(owner: Any, name: str, replacement: Callable[..., Any], needs: Sequence
         setattr(owner, name, type(stored)(wrapper) if isinstance(stored, (classmethod, staticmethod)) else wrapper)
 
 
-def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any], *, always: bool = False) -> None:
     """Wraps, as :func:`wrap` does, the method of this name in each present and future subclass that has one of its own. If
     such a method calls its parent's, ``replacement`` may run within itself."""
     for cls in _subclasses(owner):
         if name in vars(cls):
-            wrap(cls, name, replacement)
+            wrap(cls, name, replacement, always=always)
     inherited = inspect.getattr_static(owner, "__init_subclass__")
 
     def init_subclass(cls: type, **kwargs: Any) -> None:
         inherited.__get__(None, cls)(**kwargs)
         if name in vars(cls):
-            wrap(cls, name, replacement)
+            wrap(cls, name, replacement, always=always)
 
     owner.__init_subclass__ = classmethod(init_subclass)
 

@@ -91,6 +91,11 @@ class TestArguments:
         with pytest.raises(ConfigError, match="megatrain is off"):
             arguments(megatrain_config={"host_threads": 3})
 
+    def test_a_config_without_the_flag_is_an_error_also_beside_arguments_with_it(self) -> None:
+        arguments(megatrain=True)
+        with pytest.raises(ConfigError, match="megatrain is off"):
+            arguments(megatrain_config={"host_threads": 3})
+
     def test_settings_of_the_script_are_laid_over_those_of_the_launcher(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(activation.ENV_ACTIVE, "1")
         monkeypatch.setenv(activation.ENV_CONFIG, '{"host_threads": 5, "micro_batch_size": 4}')
@@ -107,6 +112,7 @@ class TestArguments:
     def test_fp16_is_refused_with_the_reason(self, name: str) -> None:
         with pytest.raises(UnsupportedError, match=r"loss scaling.*bf16"):
             arguments(megatrain=True, **{name: True})
+        assert activation.active_config() is None
 
     @pytest.mark.parametrize("settings", [{"deepspeed": "ds.json"}, {"fsdp": "full_shard"}])
     def test_other_ways_to_place_a_model_are_refused(self, settings: dict[str, str]) -> None:
@@ -341,6 +347,37 @@ class TestTrainer:
         assert arguments(bf16_full_eval=True, optim="lomo").bf16_full_eval
         with pytest.raises(UnsupportedError, match="bf16_full_eval=True without bf16=True"):
             arguments(bf16_full_eval=True, megatrain=True)
+
+    def test_arguments_that_are_loaded_from_a_file_switch_it_on_for_their_trainer(self, tmp_path: Path) -> None:
+        path = tmp_path / "training_args.bin"
+        torch.save(arguments(megatrain=True, megatrain_config={"host_threads": 3}), path)
+        code = """
+            import sys, torch
+            from transformers import Trainer
+            from megatrain_accelerate import activation
+            args = torch.load(sys.argv[1], weights_only=False)
+            trainer = Trainer(model=torch.nn.Linear(2, 2), args=args)
+            print(activation.active_config(), [type(callback).__name__ for callback in trainer.callback_handler.callbacks])
+        """
+        printed = run_python(code, str(path), ACCELERATE_USE_CPU="true")
+        assert "host_threads=3" in printed
+        assert "MegatrainCallback" in printed
+
+    @pytest.mark.parametrize("late", ["enabled", "changed"])
+    def test_arguments_are_checked_when_their_trainer_is_made(self, late: str) -> None:
+        made = arguments(megatrain=late == "changed", bf16_full_eval=late == "enabled")
+        if late == "enabled":
+            megatrain_accelerate.enable()
+        else:
+            made.bf16_full_eval = True
+        with pytest.raises(UnsupportedError, match="bf16_full_eval=True without bf16=True"):
+            Trainer(model=tiny_model(), args=made)
+
+    def test_disable_holds_for_arguments_that_were_made_before(self) -> None:
+        made = arguments(megatrain=True)
+        megatrain_accelerate.disable()
+        names = {type(callback).__name__ for callback in Trainer(model=tiny_model(), args=made).callback_handler.callbacks}
+        assert "MegatrainCallback" not in names
 
     def test_steps_of_the_trainer_reach_ours_only_when_active(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from megatrain_accelerate.checkpoint import checkpoints

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from plain_torch import tiny_model
 from refusals import assert_untouched, prepare, remember, trace
 from torch import nn
@@ -71,6 +72,40 @@ def test_whole_model_compilation_is_refused(tmp_path: Path, monkeypatch: pytest.
         Trainer(model, make_arguments(tmp_path, torch_compile=True), train_dataset=examples())
     with pytest.raises(UnsupportedError, match=r"torch_compile.*dynamo_backend"):
         Accelerator(cpu=True, dynamo_backend="inductor")
+    assert_untouched(model, before)
+
+
+@pytest.fixture
+def as_on_several_gpus(active: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate believes to be one of several processes with a GPU each, for which alone it divides models."""
+    PartialState(cpu=True)
+    monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType.MULTI_GPU)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION"):  # which the plugin sets for good
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("as_on_several_gpus")
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_fsdp_plugin_of_a_script_without_a_trainer_is_refused(version: int) -> None:
+    model = tiny_model()
+    before = remember(model)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+    with pytest.raises(ConfigError, match=r"FSDP and megatrain both decide where the model lives.*fsdp_plugin"):
+        Accelerator(fsdp_plugin=plugin).prepare(model)
+    assert_untouched(model, before)
+
+
+@pytest.mark.usefixtures("as_on_several_gpus")
+def test_a_parallelism_config_of_a_script_without_a_trainer_is_refused() -> None:
+    parallelism = pytest.importorskip("accelerate.parallelism_config")
+    model = tiny_model()
+    before = remember(model)
+    accelerator = Accelerator()
+    accelerator.state.parallelism_config = parallelism.ParallelismConfig(tp_size=2)  # its processes would have to be there
+    with pytest.raises(UnsupportedError, match="parallelism_config asks for 2 processes"):
+        accelerator.prepare_model(model)
     assert_untouched(model, before)
 
 

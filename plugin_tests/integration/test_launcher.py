@@ -163,6 +163,13 @@ class TestYaml:
         with refused(f"distributed_type: {kind}"):
             parse("--config", path)
 
+    def test_a_section_that_divides_the_model_is_refused(self, refused: Refused, tmp_path: Path) -> None:
+        if "parallelism_config" not in ClusterConfig.__dataclass_fields__:
+            pytest.skip("this accelerate has no such section")
+        sizes = {"parallelism_config_tp_size": 2, "parallelism_config_cp_size": 1}
+        with refused(r"parallelism_config_tp_size: 2.*remove"):
+            parse("--config", write(tmp_path, num_processes=2, parallelism_config=sizes))
+
     def test_stock_errors_stay(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
             parse("--config", tmp_path / "missing.yaml")
@@ -225,6 +232,9 @@ class TestFlags:
         assert exported(environment("--cpu", "--megatrain-config", settings)).host_threads == 6
         with refused("did you mean 'host_threads'"):
             parse("--megatrain_config", '{"host_thread": 5}')
+        settings.write_bytes(b"\xff\xfe")
+        with refused("must be a JSON object or a yaml file's path"):
+            parse("--megatrain_config", settings)
         path = write(tmp_path, megatrain_config={"placement": {"slots": 3, "kept_layers": 2}})
         config = exported(environment("--config", path, "--megatrain_config", '{"placement": {"slots": 4}}'))
         assert config.placement == PlacementSettings(slots=4, kept_layers=2)

@@ -19,6 +19,7 @@ from torch import nn
 from trainer_runs import TrainerRun, assert_same_run, examples, plugin, run_trainer, snapshot, tiny_llama
 from trainer_runs import run_both as run_both_trainers
 
+import megatrain_accelerate
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS
@@ -304,6 +305,41 @@ def test_merged_weights_are_unmerged_when_their_adapter_is_left(leave: str) -> N
     ours, stock = (trained_in_a_loop(streamed, use) for streamed in (True, False))
     assert float((ours[0] - ours[1]).abs().max()) > 1e-3, "adapters do something"
     assert_close([ours[0]], [ours[2]])
+    assert_close(ours, stock)
+
+
+def test_a_model_that_streams_on_after_disable_is_merged_and_unmerged_all_the_same() -> None:
+    def use(model: PeftModel) -> list[torch.Tensor]:
+        megatrain_accelerate.disable()
+        seen = [logits_of(model), logits_of(model)]  # its layers are held from here on
+        model.merge_adapter()
+        seen.append(logits_of(model))
+        model.unmerge_adapter()
+        seen.append(logits_of(model))
+        merged = model.merge_and_unload()
+        assert engine_of(model) is None
+        return [*seen, logits_of(merged)]
+
+    assert_close(*(trained_in_a_loop(streamed, use) for streamed in (True, False)))
+
+
+def test_an_adapter_is_swapped_for_a_saved_one_under_layers_that_are_held(tmp_path: Path) -> None:
+    hotswap = pytest.importorskip("peft.utils.hotswap", reason="this peft swaps no adapters")
+    other = lora(init_lora_weights=False)
+    for parameter in other.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.1)
+    other.save_pretrained(tmp_path)
+
+    def use(model: PeftModel) -> list[torch.Tensor]:
+        seen = [logits_of(model), logits_of(model)]
+        hotswap.hotswap_adapter(model, str(tmp_path), adapter_name="default")
+        seen.append(logits_of(model))
+        loss_of(model.train(), token_batches(1)[0]).backward()
+        return [*seen, model.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight").grad]
+
+    ours, stock = (trained_in_a_loop(streamed, use) for streamed in (True, False))
+    assert float((ours[1] - ours[2]).abs().max()) > 1e-2, "another adapter"
     assert_close(ours, stock)
 
 

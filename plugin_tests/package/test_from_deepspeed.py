@@ -208,6 +208,23 @@ def test_what_is_no_configuration_is_an_error(text: str, tmp_path: Path) -> None
         convert(path)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"zero_optimization": {"stage": 3}, "optimizer": "AdamW", "scheduler": ["WarmupLR"]},
+        {"zero_optimization": {"stage": 3}, "optimizer": {"params": 1}, "scheduler": {"type": "WarmupLR", "params": 1}},
+    ],
+)
+def test_a_section_that_is_none_says_nothing(content: dict[str, Any], tmp_path: Path) -> None:
+    conversion = converted(tmp_path, content)
+    assert "max_grad_norm=0" in said(conversion, "gradient_clipping").text
+
+
+def test_the_name_of_another_file_that_is_none_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="3 can't be read"):
+        converted(tmp_path, {"deepspeed_config": {"deepspeed_config_file": 3}})
+
+
 def test_settings_that_remarks_name_exist() -> None:
     conversion = Conversion()
     values = (True, "nvme", "bf16", "Lion", 0.5, {"enabled": True})
