@@ -34,6 +34,13 @@ def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: s
     """Makes ``optimizer`` step on the host store of ``runtime``. Its identity, groups and defaults stay. It may also hold
     parameters that don't stream. Raises an UnsupportedError for trained ones of another streamed model, or an optimizer that
     can't work with the settings. ``schedule``: ``deferred``, ``backward`` or ``serial``. All but Adam and AdamW are serial."""
+    step = optimizer.__dict__.get("step")
+    if step is not None and not getattr(step, "_wrapped_by_lr_sched", False):
+        raise UnsupportedError(
+            "step() of the optimizer was replaced on the object itself (optimizer.step = ...) before it was prepared, or "
+            "prepared anew, and what replaced it would step weights without their masters; use "
+            "optimizer.register_step_pre_hook() and register_step_post_hook()"
+        )
     runtime.bring_states()  # the moments of an earlier optimizer may be on the device
     optimizer.__class__ = getattr(type(optimizer), "_megatrain_original_class", type(optimizer))
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -131,7 +138,7 @@ def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) ->
 
 def _drop_bound_step(optimizer: Optimizer) -> None:
     """Replaces the bound ``step`` of the old class that a scheduler left on the instance, and keeps its bookkeeping."""
-    if not getattr(optimizer.__dict__.pop("step", None), "_wrapped_by_lr_sched", False):
+    if optimizer.__dict__.pop("step", None) is None:
         return
 
     def step(*args: Any, **kwargs: Any) -> Any:

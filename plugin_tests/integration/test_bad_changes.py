@@ -51,6 +51,19 @@ def test_sparse_gradients_are_refused_where_they_would_be_trained(kind: type[nn.
     accelerator.prepare(model)
 
 
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_an_optimizer_whose_step_was_replaced_before_it_is_adopted_is_refused(is_prepared: bool) -> None:
+    model, accelerator = tiny_model(), Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if is_prepared:
+        accelerator.prepare(model, optimizer)
+        model.lm_head.requires_grad_(False)
+    own_step = optimizer.step
+    optimizer.step = lambda *arguments: own_step(*arguments)
+    with pytest.raises(UnsupportedError, match=r"was replaced on the object itself.*register_step_pre_hook\(\)"):
+        accelerator.prepare(model, optimizer)
+
+
 def test_an_optimizer_of_other_parameters_alone_stays_a_stock_one() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(tiny_model())
