@@ -9,6 +9,7 @@ import logging
 import math
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ from megatrain_accelerate.plan.other_batches import (
     sizes_after,
     sizes_vary,
 )
-from megatrain_accelerate.plan.placement import Counts, Model, UnitSizes, fixed_counts, peak_bytes, sent_bytes
+from megatrain_accelerate.plan.placement import Counts, Model, UnitSizes, fixed_counts, peak_bytes, sent_bytes, step_bytes
 from megatrain_accelerate.plan.placement_search import MOST_USUAL_SHARE, PlacementSearch, place_both
 from megatrain_accelerate.plan.plan_record import RESUMED_SHARE_OF_DEVICE, PlanRecord, made_for, plan_table
 from megatrain_accelerate.plan.step_profile import StepProfile
@@ -101,6 +102,8 @@ class DevicePlan:
         self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights, self.budget)
         self._announced: tuple[int | None, bool | None] = (None, None)
         """``steps`` and ``compiles`` of the last call of :meth:`expect_steps`."""
+        self._calls_in_forward = 1
+        """The most calls of a layer in one forward so far."""
         self._compiles_after: int | None = None
         """``steps_taken`` before a training's first step, if layers are compiled from its second step on; None otherwise."""
         self._resumed: dict[str, Any] | None = None
@@ -319,9 +322,9 @@ class DevicePlan:
             if room_is_free or growth < FREE_GROWTH:
                 break
         fixed_bytes = self.fixed_bytes(step_profile)
-        step_bytes = max(peak_bytes(step_profile, self.model_sizes(), plan.placement), plan.usual_bytes)
+        most_bytes = max(peak_bytes(step_profile, self.model_sizes(), plan.placement), plan.usual_bytes)
         usual_bytes = fixed_bytes + plan.usual_bytes
-        return dataclasses.replace(plan, predicted_bytes=fixed_bytes + step_bytes, usual_bytes=usual_bytes), step_profile
+        return dataclasses.replace(plan, predicted_bytes=fixed_bytes + most_bytes, usual_bytes=usual_bytes), step_profile
 
     def _steps_to_plan_for(
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
@@ -388,8 +391,7 @@ class DevicePlan:
     def fixed_bytes(self, step_profile: StepProfile) -> int:
         """Device bytes that such a step takes whatever its placement, with those of forwards that are open beside it."""
         # An open forward holds at most what a step takes that recomputes all layers. All forwards share the slots.
-        sizes = dataclasses.replace(self.model_sizes(), slot_bytes=0, gradient_slot_bytes=0)
-        waiting = peak_bytes(step_profile, sizes, Placement())
+        waiting = step_bytes(step_profile, self.model_sizes(), Placement())
         held = sum(self.budget.fixed_bytes_by_kind(step_profile).values()) + LIBRARY_WORKSPACE_BYTES
         return held + (self.current.forwards_at_once - 1) * waiting
 
@@ -522,7 +524,12 @@ class DevicePlan:
         return None if everything is None else dataclasses.replace(step_profile, surely_fits=True)
 
     def _ways(self, model: nn.Module, inputs: Mapping[str, Any]) -> WayChoice:
-        step_profile = functools.partial(profile_step, model, self._runtime, inputs, self._device)
+        def step_profile() -> StepProfile:
+            profile = profile_step(model, self._runtime, inputs, self._device)
+            calls = Counter(call.layer for call in profile.forward_calls)
+            self._calls_in_forward = max([self._calls_in_forward, *calls.values()])
+            return profile
+
         ids = inputs.get("input_ids")  # they have a row for each sample, while images may have one for each patch
         samples = max(rows_of(dict(inputs) if ids is None else ids), default=1)
         return WayChoice(self._runtime, self._config, samples, step_profile, self.search_for)
@@ -531,9 +538,9 @@ class DevicePlan:
         """The search for such a step's placement, within the whole budget by default. The ``counts`` (:class:`.Counts`) are
         fixed in it, unless the settings fix others."""
         whole_bytes = self.budget.whole_bytes() if budget_bytes is None else budget_bytes
-        step_bytes, host_bytes = whole_bytes - self.fixed_bytes(step_profile), self._host_budget_bytes()
+        left_bytes, host_bytes = whole_bytes - self.fixed_bytes(step_profile), self._host_budget_bytes()
         return PlacementSearch(
-            step_profile, self.model_sizes(), self._machine, step_bytes, {**counts, **self._fixed_counts()}, host_bytes
+            step_profile, self.model_sizes(), self._machine, left_bytes, {**counts, **self._fixed_counts()}, host_bytes
         )
 
     def _measured(self, model: nn.Module, inputs: Mapping[str, Any], step_profile: StepProfile) -> StepProfile:
@@ -592,6 +599,7 @@ class DevicePlan:
             gradient_slot_bytes=runtime.offloader.slot_bytes,
             steps_in_backward=any(stepper.schedule == "backward" for stepper in runtime.steppers),
             micro_batches=self.micro_batches,
+            calls=self._calls,
             ranks=self._ranks,
             exchange_bytes=self._exchange_bytes,
             fetch_share=self._fetch_share,
@@ -603,6 +611,11 @@ class DevicePlan:
         )
 
     @property
+    def _calls(self) -> int:
+        """The most calls of a layer in one backward."""
+        return max(self.current.forwards_at_once, self._calls_in_forward)
+
+    @property
     def adds_on_host(self) -> bool:
         """Whether gradients are summed on the host: over several backwards, or over the pieces of a batch, for each of which
         experts that stream in parts send gradients."""
@@ -611,5 +624,5 @@ class DevicePlan:
 
     def _unit_sizes(self, unit: HostUnit) -> UnitSizes:
         # The first sum allocates residuals for all units.
-        is_summed = self._runtime.fp32_sums.is_wanted and self.adds_on_host
+        is_summed = self._runtime.fp32_sums.is_wanted and (self.adds_on_host or self._calls > 1)
         return UnitSizes.of_unit(unit, is_summed, is_shared=self._ranks > 1)

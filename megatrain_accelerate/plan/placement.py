@@ -179,6 +179,13 @@ class Model:
     """Machines, each with equally many of the ranks and with all weights."""
     network_bytes: float = math.inf
     """Bytes a second, each way, between one machine and the others."""
+    calls: int = 1
+    """The most calls of a layer in one backward: of several forwards, or of one that calls its layers again."""
+
+    @property
+    def adds_gradients(self) -> bool:
+        """Whether gradients are on the device while others are computed that are added to them."""
+        return self.micro_batches > 1 or self.calls > 1
 
     @property
     def groups(self) -> list[UnitSizes]:
@@ -276,7 +283,7 @@ def step_bytes(step_profile: StepProfile, model: Model, placement: Placement) ->
             above = profile.kept_backward_bytes if remembers else profile.recomputed_bytes - result_bytes
             peak = max(peak, event.live_bytes + kept + grown + above + extra)
             kept -= staying
-            if event.layer in placement.on_device and model.micro_batches == 1:
+            if event.layer in placement.on_device and not model.adds_gradients:
                 grown += model.layers[event.layer].gradient_bytes
         else:
             forward_call += 1
@@ -294,7 +301,7 @@ def held_bytes(model: Model, placement: Placement) -> int:
     """Bytes on the device during the whole step, without what the engine holds there under any placement."""
     layers = [model.layers[i] for i in placement.on_device]
     held = sum(unit.state_bytes for unit in layers) + sum(unit.sum_bytes for unit in [*layers, *model.groups])
-    if model.micro_batches > 1:  # from the second on, gradients of the earlier ones are held
+    if model.adds_gradients:
         held += sum(unit.gradient_bytes for unit in [*layers, *model.groups])
     if stepped := model.stepped_on_device(placement):
         arriving = max(3 * unit.gradient_bytes for unit in stepped)  # two buffers of gradients, one of residuals of sums

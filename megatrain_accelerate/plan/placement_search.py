@@ -219,8 +219,10 @@ class PlacementSearch:
 
         kept = self._fixed.get("kept")
         if kept is None:
-            # If some number of kept layers fits, so do smaller ones: bisect for the fewest that aren't kept.
-            kept = count - bisect.bisect_left(range(count + 1), True, key=lambda others: self.fits(placement(count - others)))
+            # If some number of kept layers fits, so do smaller ones: bisect for the fewest that aren't kept. Those that a
+            # setting has offloaded aren't.
+            most = count - min(count, self._fixed.get("offloaded", 0))
+            kept = most - bisect.bisect_left(range(most + 1), True, key=lambda others: self.fits(placement(most - others)))
         chosen = placement(max(0, kept))
         taken_bytes = self._peak_bytes(chosen)
         return self._candidate(chosen, taken_bytes) if taken_bytes <= self._budget and self._has_host_room(chosen) else None

@@ -668,6 +668,49 @@ def test_two_forwards_before_one_backward_find_room_and_nothing_moves_between() 
     assert losses[0] == losses[1]
 
 
+class Rounds(nn.Module):
+    """Runs its blocks one after another, some ``times``."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.embedding = nn.Embedding(512, 64)
+        blocks = (nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64)) for _ in range(4))
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for block in self.times * list(self.blocks):
+            hidden = hidden + block(hidden)
+        return hidden.float().pow(2).mean()
+
+
+@pytest.mark.parametrize("on_device", [2, 4])
+@pytest.mark.parametrize(("forwards", "times", "length"), [(2, 1, 32), (1, 2, 256)])
+def test_gradients_that_are_added_in_one_backward_are_counted(forwards: int, times: int, length: int, on_device: int) -> None:
+    model = Rounds(times).train()
+    fixed = {"device_layers": on_device, "kept_layers": 0, "layer_classes": ["Sequential"]}
+    engine = attach(model, gpu_memory_gib=1.0, **{**FREE, **fixed})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run = Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))
+    ids = batch(length)
+
+    def step() -> None:
+        sum(model(ids) for _ in range(forwards)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.drain()
+
+    for _ in range(2):
+        step()
+    held = sum(engine.device_plan.budget.held_bytes_by_kind().values())
+    with LiveBytes([*held_tensors(run), ids]) as live:
+        step()
+    predicted = engine.device_plan.current.predicted_bytes - LIBRARY_WORKSPACE_BYTES
+    assert held + live.peak_bytes <= 1.03 * predicted + 0.1 * MIB
+    engine.close()
+
+
 def step_profile_of(run: Training, ids: torch.Tensor) -> StepProfile:
     """Of a step, as it runs without being measured."""
     return device_plan.profile_step(run.model, run.engine.runtime, {"input_ids": ids, "labels": ids}, run.engine.device)

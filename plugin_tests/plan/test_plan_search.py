@@ -395,6 +395,14 @@ def test_what_the_user_fixed_stays() -> None:
     assert everything.placement.groups_on_device
 
 
+@pytest.mark.parametrize("count", [1, 4, LAYERS, LAYERS + 1])
+def test_where_all_layers_could_be_kept_as_many_are_offloaded_as_a_setting_says(count: int) -> None:
+    best = found(10_000, offloaded=count, inputs_offloaded=None)
+    assert best is not None
+    assert len(best.placement.offloaded) == min(count, LAYERS)
+    assert len(best.placement.kept) == max(0, LAYERS - count)
+
+
 @pytest.mark.parametrize("budget", [SLOTS + 9 * 5 + 300, 600, 1500, 10**6])
 @pytest.mark.parametrize("count", [1, 5, LAYERS])
 @pytest.mark.parametrize("name", ["kept", "on_device", "offloaded", "inputs_offloaded"])
