@@ -311,7 +311,8 @@ class FusedStep(HostStep):
         if not self.allows(norm):
             runtime.watch.begin()  # another optimizer's step may be under way
             return
-        entries = [self._entry(optimizer.state, state) for state, _ in found]
+        entries_by_parameter = optimizer.state  # looked up once, since that is a call
+        entries = [self._entry(entries_by_parameter, state) for state, _ in found]
         all_steps = {id(step[0]): step for step in self._steps(found, _next_steps(entries), factors)}
 
         def steps_of(unit: HostUnit) -> list[Step]:
@@ -391,7 +392,8 @@ class FusedStep(HostStep):
         if not found:
             return False
         with replaced(self, "is_at_work", True):
-            entries = [self._entry(self._optimizer.state, state) for state, _ in found]
+            entries_by_parameter = self._optimizer.state
+            entries = [self._entry(entries_by_parameter, state) for state, _ in found]
         steps = self._steps(found, _next_steps(entries), {})
         torch._foreach_add_([entry["step"] for entry in entries], 1)
         rows = [state.row for state, _ in steps]

@@ -455,7 +455,7 @@ def test_a_model_with_statistics_of_the_batch_runs_apart(tmp_path: Path, caplog:
         model.statistics.requires_grad_(False)
         return {}
 
-    assert_apart(tmp_path, caplog, "statistics takes statistics", make=make, options=without_unused)
+    assert_apart(tmp_path, caplog, "statistics computes statistics", make=make, options=without_unused)
 
 
 def tiny_bloom() -> nn.Module:
