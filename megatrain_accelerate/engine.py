@@ -308,7 +308,8 @@ class Engine:
                 self._handles.append(module.register_forward_pre_hook(ModelHook(leave_off)))
             # Whoever reads all weights at once must see all steps that were taken.
             self._handles.append(module.register_state_dict_pre_hook(ModelHook(self.runtime.drain)))
-            self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(self.runtime.begin_loading)))
+            begin_loading = ModelHook(self.runtime.begin_loading, with_arguments=True)  # copying a model loads nothing
+            self._handles.append(module.register_load_state_dict_pre_hook(begin_loading))
         streamed = [*self.runtime.layers, *self.runtime.experts]
         in_layers = {id(state.parameter) for owner in streamed for state in owner.unit.states}
         outside = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in in_layers]

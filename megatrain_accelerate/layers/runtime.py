@@ -519,8 +519,8 @@ class StreamingRuntime:
             for owner in self.unit_owners:
                 owner.gate.wait()
 
-    def begin_loading(self) -> None:
-        """Called when ``load_state_dict`` is about to write to weights."""
+    def begin_loading(self, *_: Any) -> None:
+        """Hook: ``load_state_dict`` is about to write to weights."""
         self.drain()
         if self.shared is not None:
             self.shared.is_loading = True

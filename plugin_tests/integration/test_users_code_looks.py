@@ -24,6 +24,7 @@ from trainer_runs import TrainerRun, examples, plugin, run_both, run_trainer, sn
 from transformers import Trainer, TrainerCallback
 
 from megatrain_accelerate.engine import engine_of
+from megatrain_accelerate.layers.runtime import StreamingRuntime
 
 pytestmark = pytest.mark.usefixtures("profiled_once")
 
@@ -434,6 +435,18 @@ def test_copies_and_pickles_of_watched_parameters_are_plain_parameters_with_step
             assert type(made) is type(weight) is nn.Parameter
             assert torch.equal(made, weight)
             optimizer.zero_grad()
+
+
+def test_a_model_that_is_copied_is_not_taken_for_one_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several ranks refuse what a script writes to weights, but for a load."""
+    loads: list[StreamingRuntime] = []
+    monkeypatch.setattr(StreamingRuntime, "begin_loading", lambda runtime, *_: loads.append(runtime))
+    with plugin():
+        model, _ = prepared(Accelerator(cpu=True))
+        copy.deepcopy(model)
+        assert not loads
+        model.load_state_dict(model.state_dict())
+        assert loads
 
 
 def test_another_thread_that_looks_sees_stepped_weights() -> None:
