@@ -246,16 +246,17 @@ class GradientOffloader:
 
 
 class UnitGradients:
-    """Takes the gradients of one backward of a layer, or of its experts part by part (``parts``: how many), to the host. A
-    parameter of experts has one gradient, of which each part brings a range. Whether it is added to an earlier gradient is
-    decided before the first part, and ``parameter.grad`` shows it after the last. A part's ranges aren't adjacent on the host:
-    each parameter is one copy. ``rows``: indices of the layer's trainable parameters that get a gradient. ``is_last``: no
-    other backward of the layer's call follows. Experts have one for each piece of the batch, and each time they are called."""
+    """Takes the gradients of one backward to the host. :meth:`take` is called once for a layer, or ``parts`` times for experts
+    that stream in parts, each of which brings a range of every parameter's gradient. Whether these are added to earlier
+    gradients is decided before the first call, and ``parameter.grad`` is set after the last. A layer is one copy, a part one
+    for each parameter. ``rows``: which of the layer's trainable parameters get a gradient, by index. ``is_last``: no other
+    backward of the layer's call follows. Experts have one for each piece of the batch, and each time they are called."""
 
     def __init__(self, offloader: GradientOffloader, layer: Streamed, rows: list[int], parts: int, is_last: bool) -> None:
         self.rows, self._offloader, self._layer, self._is_last = rows, offloader, layer, is_last
         self.states = [layer.trainable[row] for row in rows]
-        # Fresh gradients, which all trained parameters get and none has yet, are copied straight to the unit's, with norms.
+        # Fresh: all trained parameters get a gradient, and none has one yet. They are copied straight to the unit's gradients,
+        # with norms, and otherwise added on the host. Gradients that pass are never added.
         is_fresh = len(rows) == len(layer.trainable) and not [s for s in layer.trainable if s.parameter.grad is not None]
         self._is_fresh = is_fresh or offloader.passes_gradients
         self._parts_left = parts
@@ -311,8 +312,8 @@ class UnitGradients:
             self._norms_so_far = norms.clone()
 
     def _show(self, wait: Callable[[], None]) -> None:
-        """After the last part: sets ``parameter.grad`` to the host's view, and lets steps in backward begin. ``wait`` blocks
-        until all gradients have arrived. Raises a StateError if gradients pass and no stepper steps the layer."""
+        """After the last part: sets ``parameter.grad`` to the tensor on the host, and lets steps in backward begin. ``wait``
+        blocks until all gradients have arrived. Raises a StateError if gradients pass and no stepper steps the layer."""
         if self._parts_left:
             return
         offloader = self._offloader
@@ -376,7 +377,7 @@ class UnitGradients:
         completed: Sequence[Addition] = () if self._parts_left else self._additions
         for addition in completed:
             if addition.running is not None:
-                addition.state.handle.note_fp32_sum()  # ``parameter.grad`` is the sum's bf16 half
+                addition.state.handle.note_fp32_sum()  # of which ``parameter.grad`` has the upper 16 bits
         takes_norms = not self._parts_left and self._is_last and offloader.is_last_backward()
 
         def add() -> None:

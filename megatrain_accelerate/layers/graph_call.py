@@ -76,8 +76,8 @@ class GraphCall:
         self._leaves: list[tuple[int, weakref.ref[torch.Tensor]]] = []
         """For each weight that was trained in forward: its index among the unit's trainable ones, and the leaf."""
         self._address: int | None = None
-        """The address at which the weights must be in backward, if something that autograd doesn't see refers to the slot of
-        forward: a user's function that keeps a weight in an attribute of its context. None if any slot will do."""
+        """The address at which backward needs the weights, if forward left a *hidden weight* in its slot: a reference that
+        autograd doesn't see, such as ``ctx.weight = weight`` in a user's function. None if any slot will do."""
         self.row: RealTokens | None = None
         """The real tokens if it runs on them as one row; None if its arguments are batches."""
         self._captures: Captures | None = None
@@ -103,8 +103,8 @@ class GraphCall:
                     self._captures = calls.compiled.wants(layer, self.row)
                 output = self._run_by_policy(weights, args, kwargs)
                 output = map_tensors(functools.partial(self._hooked_output, hooked=hooked), output)
-            # Without this list only the graph should hold leaves, and only leaves use the slot's memory. Another holder or use
-            # is a reference that autograd doesn't see.
+            # After ``del``, only the graph should hold the leaves, and only leaves lie in the slot's memory. Else something
+            # hides a weight from autograd, and backward needs the slot's address. So do all later calls of such a layer.
             del weights
             holders = [sys.getrefcount(leaf()) for _, leaf in self._leaves if leaf() is not None]
             uses = slot.tensor_count(layer.unit.layout) - uses_before
@@ -117,8 +117,8 @@ class GraphCall:
             self.running_slot = None
 
     def _hooked_input(self, tensor: torch.Tensor, hooked: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Hooks an input and returns it, or a view of it: :meth:`all_issued` is called when its gradient is known. As autograd
-        runs first what was computed last, only what doesn't lead to this input may be left of the layer's backward then."""
+        """Hooks an input and returns it, or a view of it: :meth:`all_issued` is called when its gradient is known. All of the
+        layer's backward that leads to this input has been issued then. :meth:`end_backward` handles what may be left."""
         if not tensor.requires_grad or tensor.device != self.calls.device:
             return tensor
         if id(tensor) not in hooked:
@@ -286,7 +286,7 @@ class GraphCall:
             self._enter_backward()
         layer, prefetcher = self.layer, self.calls.prefetcher
         slot = prefetcher.leased(layer, self._address)
-        # Calls of one layer share its lease, but perhaps not the unit's version. A closed engine has another, and no slots.
+        # Also checked with a lease, which may be another call's, of another version. Closing the engine changes the version.
         if layer.unit.version != self.unit_version:
             layer.require_version(self.unit_version)
         if slot is None:
@@ -294,8 +294,8 @@ class GraphCall:
             together = self.tape.order.together
             slot = prefetcher.acquire(layer, upcoming, together, None if together else self._address)
             if self._address is not None and slot.address != self._address:
-                # All ranks must choose the same slot to gather into. The hidden weight's address is this rank's own, and
-                # gets a copy that this rank makes alone.
+                # Where all ranks gather, they must choose the same slot, so that this rank can't ask for its hidden weight's
+                # address. It takes part, and then copies the weights to that address by itself.
                 prefetcher.release(slot)
                 slot = prefetcher.acquire(layer, (), address=self._address)
             prefetcher.leases[layer.index] = slot
@@ -331,7 +331,7 @@ class GraphCall:
             return
         self._enter_backward()
         is_complete = self._has_all_gradients()
-        # A piece's gradients are added to the sums of all pieces at once: until then they take memory of their own.
+        # A piece's gradients are delivered even if more are to come: each takes memory until it is added to the pieces' sum.
         if not self.is_done and (is_complete or self.pieces > 1):
             self._deliver_gradients(is_complete)
             self.is_done = is_complete
@@ -410,7 +410,7 @@ class GraphCalls:
         self.backwards = collections.defaultdict[int, Backward](lambda: Backward(self.offloader, self.piece_sums))
         """The backwards that are under way, by autograd's number."""
         self.hiding_layers: set[int] = set()
-        """Indices of layers of which a call's graph referred to the slot where autograd doesn't see it."""
+        """Indices of layers of which a call has left a hidden weight in its slot."""
         self._alive: weakref.WeakSet[GraphCall] = weakref.WeakSet()
 
     @property

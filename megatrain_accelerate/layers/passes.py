@@ -51,7 +51,8 @@ class Passes:
     ) -> None:
         self.order = CallOrder(len(layers))
         self._order_of_all = CallOrder(len(layers), together=True)
-        """The order of passes in which all ranks *together* gather each layer's weights. ``order`` is that of all others."""
+        """The order of layer calls in passes in which all ranks *together* gather each layer's weights. ``order`` has that of
+        other passes."""
         self.is_together = False
         """Whether the forward in progress is such a pass. :meth:`.StreamingRuntime.end_forward` resets it."""
         self._last_layer, self._groups = layers[-1], groups
@@ -70,7 +71,8 @@ class Passes:
             order.end_pass()
 
     def begin_together(self) -> None:
-        """Has all ranks gather weights in this forward. First come residents before the last layer (embeddings)."""
+        """Marks this forward as one in which all ranks gather weights together, and has them gather those residents that are
+        used before the last layer has run (embeddings)."""
         self.is_together = True
         self._gather([group for group in self._groups if group.layers_before <= self._last_layer.index])
 
@@ -81,15 +83,16 @@ class Passes:
                 group.gather(self._prefetcher.gather)
 
     def record(self, layer: StreamedLayer) -> tuple[Tape, int, OpenForward]:
-        """Notes a call with a graph. Returns its pass's tape, its position there, and a mark that the graph alone may hold."""
+        """Notes a call with a graph. Returns its pass's tape, its position there, and the forward's mark. Only the graph must
+        keep the mark: the forward is open as long as it lives."""
         tape, position = (self._order_of_all if self.is_together else self.order).record(layer.index)
         open_forward = tape.forward_mark()
         self.open_forwards.add(open_forward)
         return tape, position, open_forward
 
     def wait_for_head(self, layer: StreamedLayer) -> None:
-        """Called before each layer. Before the last one it waits for the steps of all residents, which ranks may have to
-        gather: some code (Liger, TRL) reads the head's weight without calling the head."""
+        """Called before each layer, and acts before the last one: brings all residents' weights up to date, since some code
+        (Liger, TRL) reads the head's weight without calling the head."""
         if layer is self._last_layer:
             if self.is_together:
                 self._gather(self._groups)
@@ -111,13 +114,14 @@ class Passes:
         if of_forward is not None:
             self._reached_forwards.add(of_forward)
         task = torch._C._current_graph_task_id()
-        if task != self._task:  # if the one before raised, autograd has dropped its callback
+        if task != self._task:  # ``_task`` may still be that of a backward that raised
             self._watch.end()
             self._task = task
             Variable._execution_engine.queue_callback(_EndOfBackward(self._on_end, task))
 
     def end_backward(self, task: int, succeeded: bool) -> None:
-        """Called when a backward is over, or an exception ended it. Forwards that it hasn't reached stay open."""
+        """Called when a backward is over. If it succeeded, the forwards that it reached are no longer open, and its pass ends.
+        If it raised, they stay open; a late report of that doesn't end the backward that is under way by now."""
         if succeeded:
             self.open_forwards -= self._reached_forwards
             (self.order if self._tape is None else self._tape.order).end_pass()
@@ -127,5 +131,6 @@ class Passes:
             self._task = None
 
     def is_only_call(self, layer: Streamed) -> bool:
-        """Whether no other call of the layer can bring gradients: it runs once in its forward, and no other one is open."""
+        """Whether the layer's gradients can come from one call only: the forward whose backward fetches layers has called it
+        once, and no other forward is open."""
         return self._tape is not None and self._tape.calls.count(layer.index) == 1 and len(self.open_forwards) <= 1

@@ -88,7 +88,7 @@ class DevicePlan:
         """What :meth:`foresee` has returned since the last plan, by the batch's shapes and extent."""
         self._table: str | None = None
         """The table of a new plan until it is printed."""
-        self._ranks = runtime.fp32_sums.ranks
+        self._rank_count = runtime.fp32_sums.ranks
         self.may_gather = all(layer.has_trainable for layer in runtime.layers)
         """Whether all ranks surely run the same layers. Some may skip a frozen one (an image encoder's, say)."""
         self._exchange_bytes = math.inf
@@ -105,7 +105,7 @@ class DevicePlan:
         self._calls_in_forward = 1
         """The most calls of a layer in one forward so far."""
         self._compiles_after: int | None = None
-        """``steps_taken`` before a training's first step, if layers are compiled from its second step on; None otherwise."""
+        """``steps_taken`` before a training's first step if that one runs uncompiled, and later ones compiled; else None."""
         self._resumed: dict[str, Any] | None = None
         """The record of an interrupted training until it is resumed or rejected."""
         self.micro_batches = 1
@@ -119,7 +119,8 @@ class DevicePlan:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """The last plan by :meth:`PlanRecord.as_data`. None before the first one, or without a budget."""
+        """The last plan by :meth:`PlanRecord.as_data`. None before the first one, without a budget, or while the plan is that
+        of an uncompiled first step."""
         is_planned = self.current.plans and self.budget.exists and self._compiles_after is None
         return self.current.as_data() if is_planned else None
 
@@ -130,7 +131,7 @@ class DevicePlan:
 
     @functools.cached_property
     def _machine(self) -> Machine:
-        return measured_machine(self._device, self._runtime.kernels, self._ranks)
+        return measured_machine(self._device, self._runtime.kernels, self._rank_count)
 
     def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Called before a forward without gradients. If it doesn't fit beside units and states on the device, they move to the
@@ -201,7 +202,7 @@ class DevicePlan:
         failure: Exception | None = None
         with replaced(self.budget, "given_bytes", min(ranks.gather(self.budget.whole_bytes()))):
             if ranks.rank == planner:
-                # If another rank's batch has more real tokens, the plan is for a step that computes this one's padding, too.
+                # If another rank's batch has more real tokens, the plan assumes that padding is computed (None), as a bound.
                 real = self._runtime.calls.real_tokens if self._extent(inputs).covers(extent) else None
                 try:
                     with replaced(self._runtime.calls, "real_tokens", real):
@@ -259,7 +260,7 @@ class DevicePlan:
                 error,
             )
             self._place(self._minimal_placement())
-            # How layers run (in pieces, by tiles) stays as it was. What was predicted was so of another placement.
+            # How layers run (in pieces, by tiles) stays as it was. The old predictions were for another placement.
             unknown = {"offloaded_bytes": 0, "predicted_bytes": 0, "predicted_time": None}
             self._note(planned=seen, usual_share=1.0, is_linear=False, **unknown)
             return
@@ -318,10 +319,11 @@ class DevicePlan:
                 is_linear=False,
             )
             plan, room_is_free = self._placed(model, inputs, plan, step_profile) if self.budget.exists else (plan, False)
-            # Room for batches FREE_GROWTH times as large is left only if it costs the usual batch nothing.
+            # The first step is taken, but that of FREE_GROWTH only if its room costs the usual batch nothing.
             if room_is_free or growth < FREE_GROWTH:
                 break
         fixed_bytes = self.fixed_bytes(step_profile)
+        # The usual placement keeps more, so that its peak may be the higher one.
         most_bytes = max(peak_bytes(step_profile, self.model_sizes(), plan.placement), plan.usual_bytes)
         usual_bytes = fixed_bytes + plan.usual_bytes
         return dataclasses.replace(plan, predicted_bytes=fixed_bytes + most_bytes, usual_bytes=usual_bytes), step_profile
@@ -329,7 +331,8 @@ class DevicePlan:
     def _steps_to_plan_for(
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
     ) -> Iterator[tuple[float, BatchExtent, StepProfile]]:
-        """Yields growth, extent and profile of steps that fit, on ever smaller batches, and at last of that on ``inputs``."""
+        """Yields growth, extent and profile of steps, the largest first: if sizes vary, of those on ``seen`` and on larger
+        batches that fit, and at last of the step on ``inputs``, whether it fits or not."""
         varies = self.budget.exists and (self.current.plans or sizes_vary(self.current.row_sizes))
         if varies and not self.current.plans:
             self.foresee(model, inputs)  # measures this batch's step, from which the larger ones are scaled
@@ -363,8 +366,8 @@ class DevicePlan:
     def _placed(
         self, model: nn.Module, inputs: Mapping[str, Any], plan: PlanRecord, step_profile: StepProfile
     ) -> tuple[PlanRecord, bool]:
-        """The plan with its fastest placement, and with one for the usual batch if that is smaller. Says also whether room for
-        the largest batch costs the usual one nothing."""
+        """The plan with the fastest placement that fits, else the leanest one, and with one for the usual batch if that batch
+        is clearly smaller. Also returns whether room for the largest batch is known to cost the usual one nothing."""
         # All searches share one budget: the driver needs milliseconds to report it, and reports another each time.
         search_for = functools.partial(self.search_for, budget_bytes=self.budget.whole_bytes())
         share = plan.tokens / (plan.batches * plan.planned.real) if plan.planned.real else 1.0
@@ -442,14 +445,15 @@ class DevicePlan:
         return self._announced[0], self._compiles_after is not None or self._runtime.compiled.pays
 
     def forget(self) -> None:
-        """Has the next batch planned for as if it were the first. Called when steps are to run in another way."""
+        """Makes the next batch get a plan as if it were the first. Called when steps are to run in another way."""
         self._note(seen=BatchExtent(), planned=BatchExtent(), plans=0)
         self._resumed = None
 
     def foresee(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepProfile:
         """The profile of a step on ``inputs``, without a plan for it. :meth:`follow` uses it, too. The first profile is
-        measured unless the step surely fits, later ones are scaled from it if possible. Raises an ``UnsupportedError`` for a
-        batch that can't run in pieces, and what the model raises if it reads values of fake tensors."""
+        measured unless the step surely fits. Later ones are scaled from it, and measured if that step doesn't fit. Raises an
+        ``UnsupportedError`` for a batch that can't run in pieces, and what the model raises if it reads values of fake
+        tensors."""
         shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
         key = (self._runtime.batch_cut.asked, shapes, self._extent(inputs))
         if key not in self._profiles:
@@ -458,7 +462,7 @@ class DevicePlan:
             estimate = ways.best()[0] if self.budget.exists else ways.step_profile()
             self._decide_on_compiling(estimate)
             profile = self._without_measuring(inputs, estimate)
-            # The estimate itself is returned without CUDA. A profile that surely fits, or is scaled and fits, will do, too.
+            # Nothing is measured without CUDA (the profile is the estimate), or if the profile surely fits, or, scaled, fits.
             if profile is None or not (profile is estimate or profile.surely_fits or self.search_for(profile).something_fits):
                 measured = None
                 try:
@@ -492,7 +496,7 @@ class DevicePlan:
             pass_flops = 3 * sum(step_profile.profiles[call.kind].forward.flops for call in step_profile.forward_calls)
             saved_seconds = steps * self.micro_batches * _SAVED_SHARE * pass_flops / _EAGER_FLOPS
             compiled.pays = saved_seconds >= COMPILE_SECONDS * len(step_profile.profiles)
-            # Joining micro-batches is decided once, by times of layers as they will run: compiled from the first step on.
+            # If micro-batches may be joined, the first step is compiled, too: its times decide on joining once and for all.
             nothing_to_join = self.micro_batches == 1 and self._runtime.batch_cut.asked is None
             if compiled.pays and nothing_to_join and not compiled.compilations:
                 self._compiles_after, compiled.pays = self._runtime.steps_taken, False
@@ -514,7 +518,7 @@ class DevicePlan:
         if (steps := self._measured_steps.get(self._scaling_key(inputs))) is not None:
             return extrapolated_profile(step_profile, *steps, self._machine)
         # If everything fits with much room to spare, it is placed on the device whatever a step's time, and memory is
-        # estimated well enough. But what a compiler saves can't be estimated, and joining micro-batches depends on times.
+        # estimated well enough. But what compiled layers save can't be estimated, and joining micro-batches depends on times.
         in_one_piece = self.micro_batches == 1 and not (
             step_profile.token_tile or step_profile.samples or self._runtime.batch_cut.asked
         )
@@ -550,11 +554,11 @@ class DevicePlan:
         except torch.OutOfMemoryError:
             if self._is_displaced or self.current.placement == self._minimal_placement():
                 raise
-        except Exception as error:  # unless only the trial fails, the training's own forward raises it again
+        except Exception as error:  # the training's forward raises it again, unless the measurement alone has it
             logger.info("megatrain: layers can't be measured, their costs are estimated (%s)", error)
             return step_profile
-        # Units that an earlier plan put on the device, for smaller batches, move to the host to make room. If this batch
-        # doesn't fit all the same, that plan goes on.
+        # Out of memory: units that an earlier plan put on the device move to the host, and the layers are measured once more.
+        # If that fails too, the error is raised, and :meth:`follow` moves the units back at the next training forward.
         self._is_displaced = True
         self._runtime.place((), groups_on_device=False)
         torch.cuda.empty_cache()
@@ -564,7 +568,7 @@ class DevicePlan:
         """Host memory that is left for offloaded activations if all units live on the host."""
         host_bytes = available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES
         on_device = (self._unit_sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
-        return host_bytes - sum(on_device) // self._ranks
+        return host_bytes - sum(on_device) // self._rank_count
 
     def _place(self, placement: Placement) -> None:
         self._note(placement=placement)
@@ -600,7 +604,7 @@ class DevicePlan:
             steps_in_backward=any(stepper.schedule == "backward" for stepper in runtime.steppers),
             micro_batches=self.micro_batches,
             calls=self._calls,
-            ranks=self._ranks,
+            ranks=self._rank_count,
             exchange_bytes=self._exchange_bytes,
             fetch_share=self._fetch_share,
             parts={
@@ -625,4 +629,4 @@ class DevicePlan:
     def _unit_sizes(self, unit: HostUnit) -> UnitSizes:
         # The first sum allocates residuals for all units.
         is_summed = self._runtime.fp32_sums.is_wanted and (self.adds_on_host or self._calls > 1)
-        return UnitSizes.of_unit(unit, is_summed, is_shared=self._ranks > 1)
+        return UnitSizes.of_unit(unit, is_summed, is_shared=self._rank_count > 1)

@@ -22,8 +22,9 @@ class Prefetcher:
 
     All streamed ``layers``, by index, take turns in ``slot_count`` shared slots (at least 2). A layer that evaluations *hold*
     has a slot of its own until training goes on, so that it is copied once. If a layer's unit lives on the device, the unit's
-    memory is the slot. Copies are issued on the h2d stream when a layer is asked for or the backward of one is over, for
-    layers whose steps are applied. The launching thread never waits for a copy, and for a step only when its layer is next.
+    memory is the slot. :meth:`acquire` and :meth:`end_lease` issue copies on the h2d stream, of layers whose last optimizer
+    step has been applied. The launching thread never waits for a copy. It waits for a step only to acquire that very layer,
+    or, where ranks gather, layers that were queued before it.
     Weights that all ranks ask for ``together`` are gathered, by the rules of :mod:`.gather`.
     """
 
@@ -46,11 +47,11 @@ class Prefetcher:
         self._last_copied_event = self._streams.event()
         self._clock = itertools.count(1)
         self._late_since: dict[int, float] = {}
-        """When a layer's copy would have been issued if its step had been applied, by the layer's index. The meter counts a
-        wait for that copy, as far as the copy was late, as a wait for the step."""
+        """By layer index, the time at which a copy was first put off because the layer's step wasn't applied. It gives
+        ``slot.late_ms``: so much of a later wait for the copy counts as a wait for the step."""
         self.leases: dict[int, WeightSlot] = {}
-        """Slots of the layers whose backward has begun, by index, from the first saved tensor that it reads to the last. If
-        every slot is in use, the lease that was read least recently ends, and is taken anew when it is needed."""
+        """Slots that are kept for layers whose backward has begun, by index. The layer's call acquires one when backward first
+        reads a saved weight, and enters it here. If every slot is in use, the lease that was read least recently ends."""
         self._upcoming: tuple[Sequence[int], bool] = (), False
         """The layers that the last :meth:`acquire` expected, and whether ranks gather them."""
         self._chosen: collections.deque[tuple[WeightSlot, Fetched]] = collections.deque()
@@ -123,8 +124,8 @@ class Prefetcher:
 
     def own_slots_of_all(self) -> dict[int, WeightSlot]:
         """If all layers' weights are in slots of their own (held, or on the device): those slots, by the layer's index.
-        Otherwise an empty dict. Kernels of forwards without a graph may read them without releasing them, since :meth:`fill`
-        orders the next copy behind the stream that is current then. A script that changes streams must join them."""
+        Otherwise an empty dict. Forwards without gradients may read them without :meth:`release`, since :meth:`fill` orders
+        the next copy behind all work of the stream that is current at that time. A script that uses others must join them."""
         if len(self.own_slots) < len(self._layers) or None in map(self._slot_of, self._layers):
             return {}
         if not self._last_copied_event.query():
@@ -178,7 +179,8 @@ class Prefetcher:
         return None
 
     def end_lease(self, index: int, prefetches: bool = True) -> None:
-        """Called when a layer's backward is over: its slot is free for the next layer. Does nothing without a lease."""
+        """Ends a layer's lease, if it has one, so that its slot is free. If it ``prefetches``, the backward is over, and
+        copies of the layers that follow are issued."""
         if (slot := self.leases.pop(index, None)) is not None:
             while slot.until_lease_ends:
                 slot.until_lease_ends.pop().__exit__(None, None, None)
@@ -190,11 +192,12 @@ class Prefetcher:
     def _note_slots(self) -> None:
         self.at_address = {slot.address: slot for slot in (*self.slots, *self.own_slots.values())}
         self.look_ahead = self.slot_count + len(self.own_slots)
-        """How many calls to name as upcoming: one for each slot, since layers with slots of their own may be between them."""
+        """How many upcoming calls to name, so that all shared slots are filled even if layers with own slots come first."""
 
     def _slot_of(self, layer: Fetched, together: bool = False, address: int | None = None) -> WeightSlot | None:
-        """The slot that has the layer's current weights, or will once its copy is over. Only the one at this ``address`` is
-        looked at, else the layer's own, else all shared ones. With ``together``, it is the one that ranks chose for it."""
+        """The slot with the layer's current weights, whose copy may still be under way; None if there is none. Looked for at
+        ``address`` alone if given, else in the layer's own slot alone if it has one, else in the shared ones. With
+        ``together``, the slot that all ranks have agreed on, even if its gather hasn't been issued."""
         only = self.own_slots.get(layer.index) if address is None else self.at_address[address]
         contents = (layer.index, layer.unit.version)
         for slot in self.slots if only is None else (only,):
