@@ -190,10 +190,12 @@ def _moment_bytes(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module)
 
 def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
     """Replaces the engine of a model in training by one that trains what was unfrozen, and carries its state over. Raises
-    ``StateError`` if the Accelerator is gone, ``HostMemoryError`` if what is trained now doesn't fit."""
+    ``StateError`` if the Accelerator is gone, ``HostMemoryError`` if what is trained now doesn't fit, ``StepWorkerError`` if
+    an earlier step failed."""
     found, before = accelerator(), engine_of(model)
     if found is None or before is None:
         raise StateError("parameters were unfrozen, and the Accelerator that prepared the model is gone; prepare it again")
+    before.runtime.watch.settle()  # raises the failure of a step, which the new engine doesn't know of
     drivers = (driver for driver in before.optimizer_drivers if isinstance(driver, FusedStep))
     in_backward = [driver.optimizer for driver in drivers if driver.steps_in_backward]
     engine = _attach(found, model, before.config, evaluation_mode=False)

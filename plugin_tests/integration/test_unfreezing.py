@@ -18,7 +18,7 @@ from trainer_runs import TrainerRun, examples, plugin, run_both, run_trainer, ti
 from transformers import Trainer, TrainerCallback
 
 from megatrain_accelerate.engine import engine_of
-from megatrain_accelerate.errors import HostMemoryError
+from megatrain_accelerate.errors import HostMemoryError, StepWorkerError
 from megatrain_accelerate.store import host_limits
 
 pytestmark = pytest.mark.usefixtures("profiled_once")
@@ -112,6 +112,22 @@ class Scaled(nn.Module):
         for layer in self.layers:
             inputs = torch.tanh(layer(inputs))
         return (inputs * self.scale).square().sum()
+
+
+def test_a_step_that_failed_is_not_forgotten_when_layers_are_unfrozen() -> None:
+    def fail() -> None:
+        raise OSError("disk on fire")
+
+    with plugin():
+        accelerator, model = Accelerator(cpu=True), half_frozen()
+        frozen = frozen_of(model)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        train(accelerator, model, optimizer, token_batches(1), clip)
+        engine_of(model).runtime.worker.submit("step", fail)
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        with pytest.raises(StepWorkerError, match="disk on fire"):
+            loss_of(model, token_batches(1)[0])
 
 
 def test_a_parameter_of_the_model_itself_is_unfrozen_and_no_hook_is_left_behind() -> None:
