@@ -307,11 +307,10 @@ def convert(path: Path) -> Conversion:
         _do("leave it out, or the run is refused: --deepspeed, deepspeed=..., DeepSpeedPlugin, the launcher's flags"),
         "deepspeed",
     )
-    section = _take_over(path, conversion).get("deepspeed_config")
-    if isinstance(section, Mapping) and (named := section.get("deepspeed_config_file")):
-        named = str(named)
+    if named := _section(_take_over(path, conversion), "deepspeed_config").get("deepspeed_config_file"):
+        file = Path(str(named))
         # Accelerate resolves the name from the folder in which it is started.
-        _take_over(Path(named) if Path(named).exists() else path.parent / named, conversion)
+        _take_over(file if file.exists() else path.parent / file, conversion)
     return conversion
 
 

@@ -210,8 +210,7 @@ class PartCall:
     @functools.cached_property
     def places(self) -> list[tuple[dict[str, Any], str]]:
         """For each of the part's parameters the dict that holds it, and its name in the dict."""
-        tables = [module._parameters for module in self.part.modules()]
-        return [(table, name) for table in tables for name, p in table.items() if p is not None]
+        return [(table, name) for table, name, _ in _held([module._parameters for module in self.part.modules()])]
 
     def token_dim(self, shape: tuple[int, int]) -> int | None:
         """The dimension of tokens: 1 of (B, T, ...), 2 of (B, H, T, ...), 0 of (B * T, ...). None if tensors differ in it, or

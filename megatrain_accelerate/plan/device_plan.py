@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.kernels.device import can_step_on
 from megatrain_accelerate.layers.micro_batches import rows_of
 from megatrain_accelerate.layers.policy import Placement
@@ -24,7 +25,6 @@ from megatrain_accelerate.layers.runtime import StreamingRuntime, forwards_are_o
 from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.plan.device_budget import DeviceBudget
 from megatrain_accelerate.plan.evaluation_weights import EvaluationWeights
-from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.fake_step import profile_step
 from megatrain_accelerate.plan.layer_measurement import CERTAIN_SHARE, measure_layers
 from megatrain_accelerate.plan.machine import USABLE_SHARE_OF_DEVICE, Machine, free_bytes, measured_machine, seconds_of
