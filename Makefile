@@ -67,7 +67,7 @@ define install_torch
 		echo "No GPU: installing a CPU build of torch"; \
 		$(1)/bin/pip install "$(2)+cpu" 2>/dev/null \
 		|| $(1)/bin/pip install --timeout 15 --retries 0 --index-url https://download.pytorch.org/whl/cpu "$(2)" \
-		|| { $(1)/bin/pip install --quiet --fake-run --report $(1)/torch.json "$(2)" \
+		|| { $(1)/bin/pip install --quiet --dry-run --report $(1)/torch.json "$(2)" \
 			&& $(1)/bin/python -c "$$LIST_REPORT" <$(1)/torch.json >$(1)/torch.txt \
 			&& xargs -r -n 1 $(1)/bin/pip install --no-cache-dir --no-deps <$(1)/torch.txt; }; \
 	fi
