@@ -145,11 +145,11 @@ class ForecastPlan(DevicePlan):
         """Host memory of the processes besides the store."""
         # Fake tensors are on the CPU, so that no GPU is needed.
         super().__init__(engine.runtime, config, torch.device("cpu"))
-        self.micro_batches, self._ranks, self._exchange_bytes = micro_batches, machine.all_gpus, machine.exchange_bytes
+        self.micro_batches, self._rank_count, self._exchange_bytes = micro_batches, machine.all_gpus, machine.exchange_bytes
         self.budget.given_bytes = machine.gpu_bytes
         if machine.all_gpus > 1:
             layouts = [layer.unit.layout for layer in engine.runtime.layers]
-            self.budget.exchange_bytes = sum(Exchange.buffer_bytes(layouts, self._ranks))
+            self.budget.exchange_bytes = sum(Exchange.buffer_bytes(layouts, self._rank_count))
         others = 1 - 1 / machine.gpus if self.may_gather else 0.0
         self._fetch_share = min(1.0, 1 - others + others * machine.machine.h2d_bytes / machine.exchange_bytes)
         self.store_bytes = engine.store_bytes(self.adds_on_host)
