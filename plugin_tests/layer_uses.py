@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import attach
+from plain_torch import tiny_model, token_batches
 from torch import nn
 
 from megatrain_accelerate.engine import Engine
@@ -106,6 +107,25 @@ def spoil_released_slots(prefetcher: Prefetcher) -> None:
             slot.contents = None
 
     prefetcher.release = release_and_spoil  # type: ignore[method-assign]
+
+
+def leases_ended(device: str) -> list[int]:
+    """The layers, of four, in the order in which backward gave their slots back. The third layer is frozen."""
+    model = tiny_model(num_hidden_layers=4).train()
+    model.model.layers[2].requires_grad_(False)
+    engine = attach(model, device=device, slots=5)
+    prefetcher, ended = engine.runtime.prefetcher, list[int]()
+    end_lease = prefetcher.end_lease
+
+    def noting(index: int, prefetches: bool = True) -> None:
+        ended.extend({index} & prefetcher.leases.keys())
+        end_lease(index, prefetches)
+
+    prefetcher.end_lease = noting  # type: ignore[method-assign]
+    (ids,) = token_batches(1)
+    model(input_ids=ids.to(device), labels=ids.to(device)).loss.backward()
+    engine.close()
+    return ended
 
 
 @contextlib.contextmanager

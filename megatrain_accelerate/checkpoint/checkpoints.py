@@ -160,7 +160,8 @@ def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only
     weights = sum(tensor.numel() * tensor.element_size() for tensor in saved)
     if save_only_model or optimizer is None:
         return {"weights": weights}
-    entries = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters_of(optimizer)}
+    states = optimizer.state  # each look at it waits for a step that is under way
+    entries = {parameter: dict(states.get(parameter, {})) for parameter in parameters_of(optimizer)}
     for parameter, entry in entries.items():
         if (state := engine.runtime.state_of(parameter)) is not None and state.entry.spec.trainable:
             entry.update(views_of(state, engine.runtime.owner_of(state).unit.promised_moments(state)))

@@ -183,7 +183,8 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
 def _moment_bytes(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> int:
     """Host bytes of the model's moments in these optimizers. They are freed as the new store takes them over."""
     own = {id(parameter) for parameter in model.parameters()}
-    entries = [optimizer.state.get(p) or {} for optimizer in optimizers for p in parameters_of(optimizer) if id(p) in own]
+    states = ((optimizer.state, parameters_of(optimizer)) for optimizer in optimizers)
+    entries = [state.get(p) or {} for state, parameters in states for p in parameters if id(p) in own]
     values = (value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor))
     return sum(value.nbytes for value in values if value.device.type == "cpu")
 

@@ -17,6 +17,8 @@ from megatrain_accelerate.layers.nested_tensors import tensors_in
 from megatrain_accelerate.transfer.activation_offload import OffloadedTensor, Recording
 
 FLEX = "flex_attention"
+FLASH = "_flash_attention", "_flash_attn"
+"""How names of FlashAttention's own functions begin, torch's and the package's."""
 _ATTENTION = {
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
@@ -42,7 +44,9 @@ def attention_flops(name: str, args: Sequence[Any]) -> float | None:
     is_backward = "backward" in name
     # The first argument of backward is the gradient, except for flex attention.
     query, key = tensors[1:3] if is_backward and not name.startswith(FLEX) else tensors[:2]
-    return 2.0 * (5 if is_backward else 2) * query.numel() * key.shape[-2]
+    # (B, T, heads, head size) for FlashAttention's own functions, (B, heads, T, head size) for all others.
+    keys = key.shape[-3 if name.startswith(FLASH) else -2]
+    return 2.0 * (5 if is_backward else 2) * query.numel() * keys
 
 
 def named_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:

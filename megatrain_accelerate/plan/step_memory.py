@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatrain_accelerate.hooks import HOOKS
 from megatrain_accelerate.layers import token_tiles
-from megatrain_accelerate.layers.attention_results import FLEX, attention_flops
+from megatrain_accelerate.layers.attention_results import FLASH, FLEX, attention_flops
 from megatrain_accelerate.layers.execution_state import rng_state_restored
 from megatrain_accelerate.layers.nested_tensors import tensors_in
 from megatrain_accelerate.loss.products import runs_on_gpu
@@ -162,7 +162,7 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
             lengths = begins.diff().double()
             pairs = float(lengths.square().sum()) / 2  # causal
         return 2.0 * (5 if "backward" in name else 2) * pairs * query.shape[1] * key.shape[2]
-    if count is None and not name.startswith(FLEX):
+    if count is None and not name.startswith((FLEX, *FLASH)):
         return None
     if count is not None:
         with contextlib.suppress(Exception):  # torch's formula refuses grouped-query attention

@@ -149,7 +149,7 @@ class ActivationOffloader:
 
     def __init__(self, pool: HostPool, meter: Meter) -> None:
         self.pool = pool
-        self.device = torch.empty(0, device=meter.streams.device).device  # with an index
+        self.device = meter.streams.device
         self.strays: collections.deque[tuple[_Arrival, torch.UntypedStorage | None]] = collections.deque()
         """Device memory that was dropped before compute waited for the copy into it."""
         self.spacing = 1

@@ -56,7 +56,8 @@ class Streams:
     """The engine's streams on one device: CUDA, or the CPU for the stand-in."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        # With an index, as tensors have it; Accelerate's device for one process has none.
+        self.device = torch.empty(0, device=device).device
         self.is_cuda = device.type == "cuda"
         made: list[Any] = [torch.cuda.Stream(device) if self.is_cuda else Immediate() for _ in range(4)]
         self.h2d_stream, self.d2h_stream, self.step_stream, self.arriving_stream = made

@@ -9,6 +9,7 @@ import plain_torch
 import pytest
 import torch
 from engine_runs import attach, train_streamed
+from layer_uses import leases_ended
 from plain_torch import tiny_model, token_batches, train_bf16_with_masters
 from torch import nn
 from transformers import masking_utils
@@ -209,6 +210,10 @@ def test_each_layer_is_fetched_at_most_twice_a_step_and_leaves_once() -> None:
         # The last two layers are still in the slots when backward begins.
         assert counters.weight_fetches - before == 6 + 4, f"step {step}"
     engine.close()
+
+
+def test_a_frozen_layer_between_trained_ones_gives_its_slot_back_in_its_turn() -> None:
+    assert leases_ended("cuda") == [3, 2, 1, 0], "a device without an index is that of tensors with one"
 
 
 def test_evaluation_and_generation_stream_and_agree_with_plain_pytorch() -> None:

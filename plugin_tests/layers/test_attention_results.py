@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from megatrain_accelerate.layers.attention_results import AttentionResults, is_attention
+from megatrain_accelerate.layers.attention_results import AttentionResults, attention_flops, is_attention
 from megatrain_accelerate.plan.placement import Counts
 from megatrain_accelerate.transfer import activation_offload
 
@@ -30,6 +30,16 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.kernels += is_attention(func)
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "products"), [("forward", 2), ("backward", 5)])
+@pytest.mark.parametrize("function", ["_scaled_dot_product_flash_attention", "_flash_attention", "_flash_attn"])
+def test_attention_costs_two_or_five_products_of_all_tokens_in_either_layout(function: str, name: str, products: int) -> None:
+    heads_first = "scaled" in function
+    query, key = (torch.empty((2, 8, 96, 16) if heads_first else (2, 96, 8, 16)), torch.empty((2, 4, 64, 16)))
+    key = key if heads_first else key.transpose(1, 2)
+    given = [query, query, key, key] if name == "backward" else [query, key, key]
+    assert attention_flops(f"{function}_{name}", given) == products * 2 * 2 * 8 * 96 * 64 * 16
 
 
 def heads(seed: int) -> torch.Tensor:

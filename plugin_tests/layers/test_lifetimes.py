@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine_runs import attach, masters_of
 from forked_process import run_forked
+from layer_uses import leases_ended
 from plain_torch import tiny_model, token_batches
 from torch import nn
 
@@ -89,6 +90,10 @@ def test_layer_inputs_die_with_backward_not_with_the_loss() -> None:
     assert inputs[-1]() is None
     assert loss.isfinite()
     engine.close()
+
+
+def test_a_frozen_layer_between_trained_ones_gives_its_slot_back_in_its_turn() -> None:
+    assert leases_ended("cpu") == [3, 2, 1, 0]
 
 
 def test_weights_loaded_after_prepare_train_from_there() -> None:
