@@ -13,6 +13,7 @@ from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine
+from megatrain_accelerate.layers.padding import real_tokens
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.host_step import HostStep
@@ -136,6 +137,16 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item()
+
+    def plan(self, inputs: torch.Tensor | dict[str, torch.Tensor]) -> None:
+        """Plans for a step on ids, or on a model's arguments, as the model's forward would, and takes none: on CPUs without
+        instructions for bf16 a step takes seconds."""
+        if isinstance(inputs, torch.Tensor):
+            inputs = {"input_ids": inputs, "labels": inputs}
+        self.engine.runtime.calls.real_tokens = real_tokens(inputs)
+        self.engine.device_plan.follow(self.model, inputs)
+        self.engine.runtime.offloader.allocate_gradients(self.engine.runtime.units)
+        self.engine.runtime.end_forward()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Copies of masters, device weights and moments."""

@@ -137,7 +137,8 @@ def test_attention_that_is_kept_takes_what_is_predicted(
     for attention in (0, 4):
         run = planned(200, token_tile=128, kept_attention=attention, **fixed)
         ids = long_batch(1024)
-        run.step(ids, max_norm=1.0)
+        run.plan(ids)
+        run.step(ids if offloaded_inputs else long_batch(128), max_norm=1.0)  # allocates moments, and the pool
         taken, predicted[attention] = peak_of_a_step(run, ids)
         assert 0.95 * predicted[attention] <= taken <= 1.03 * predicted[attention] + 0.1 * MIB
         assert run.engine.device_plan.current.predicted_time is not None
@@ -157,7 +158,8 @@ def test_tiles_take_what_is_predicted_and_less_than_whole_layers(kept: int) -> N
     for tile in (0, 128):
         run = planned(200, token_tile=tile, kept_layers=kept, offloaded_layers=0, device_layers=0)
         ids = long_batch(1024)
-        run.step(ids, max_norm=1.0)
+        run.plan(ids)
+        run.step(long_batch(128), max_norm=1.0)  # allocates moments
         taken, predicted[tile] = peak_of_a_step(run, ids)
         assert 0.95 * predicted[tile] <= taken <= 1.03 * predicted[tile] + 0.1 * MIB
     # Outside the layers, logits are what is large here.
@@ -173,7 +175,7 @@ def test_a_batch_that_does_not_fit_is_trained_in_the_pieces_that_a_user_would_as
     chosen, tables = {}, {}
     for name, run in runs.items():
         run.engine.device_plan.show = True
-        run.step(ids, max_norm=1.0)
+        run.plan(ids) if name == "roomy" else run.step(ids, max_norm=1.0)
         chosen[name], tables[name] = run.engine.runtime.batch_cut.chosen, capsys.readouterr().err
         assert run.engine.runtime.token_tile == 0
     assert chosen == {"free": 8, "asked": None, "roomy": None}
@@ -186,7 +188,7 @@ def test_a_batch_that_does_not_fit_is_trained_in_the_pieces_that_a_user_would_as
         run.engine.drain()
     assert all(map(torch.equal, runs["free"].model.parameters(), runs["asked"].model.parameters()))
     # A smaller batch runs in the same pieces as long as its plan is that of the larger one.
-    runs["free"].step(ids[:12], max_norm=1.0)
+    runs["free"].plan(ids[:12])
     assert runs["free"].engine.runtime.batch_cut.chosen == 8
 
 
@@ -196,16 +198,16 @@ def test_tiles_are_for_steps_that_do_not_fit_whole(
     monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 128)
     run = planned(22, offloaded_layers=0, offloaded_inputs=False)
     run.engine.device_plan.show = True
-    run.step(long_batch(512))
+    run.plan(long_batch(512))
     assert run.engine.runtime.token_tile == 0
     assert "tiles" not in capsys.readouterr().err
-    run.step(long_batch())
+    run.plan(long_batch())
     assert run.engine.runtime.token_tile == 128
     names = "input_layernorm, post_attention_layernorm, mlp of Qwen2DecoderLayer"
     assert f"128 tokens: {names}" in " ".join(capsys.readouterr().err.split())
     assert run.engine.device_plan.current.predicted_bytes <= 22 * MIB + LIBRARY_WORKSPACE_BYTES
     for whole in (planned(40), planned(22, token_tile=0)):
-        whole.step(long_batch())
+        whole.plan(long_batch())
         assert whole.engine.runtime.token_tile == 0
 
 
@@ -217,14 +219,14 @@ def test_long_sequences_that_fit_whole_run_by_tiles_where_that_is_faster(monkeyp
     seconds = {}
     for tile in (0, 128, "auto"):
         run = planned(36, token_tile=tile, **fixed)
-        run.step(long_batch())
+        run.plan(long_batch())
         assert run.engine.device_plan.current.predicted_time is not None
         seconds[tile] = run.engine.device_plan.current.predicted_time.seconds
         chosen: int = run.engine.runtime.token_tile
     assert seconds["auto"] == min(seconds[0], seconds[128])
     assert seconds[chosen] == seconds["auto"]
     roomy = planned(200, **fixed)
-    roomy.step(long_batch())
+    roomy.plan(long_batch())
     assert roomy.engine.runtime.token_tile == 0
 
 
@@ -262,7 +264,7 @@ def test_what_does_not_fit_in_any_way_takes_the_least(
 ) -> None:
     monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 128)
     run = planned(4)
-    run.step(long_batch())
+    run.plan(long_batch())
     assert run.engine.runtime.token_tile == 128
     assert "predicted to take" in caplog.text
 
@@ -275,7 +277,7 @@ def test_a_plan_that_is_only_weighed_leaves_the_layers_as_they_were(monkeypatch:
     plan = run.engine.device_plan
     assert plan.search_for(plan.foresee(run.model, {"input_ids": ids, "labels": ids})).best() is not None
     assert run.engine.runtime.token_tile == 0
-    run.step(ids)
+    run.plan(ids)
     assert run.engine.runtime.token_tile == 128
 
 
@@ -283,7 +285,7 @@ def test_more_memory_never_makes_a_slower_plan() -> None:
     seconds = []
     for budget_mib in (6, 12, 30, 50, 200):
         run = planned(budget_mib)
-        run.step(batch())
+        run.plan(batch())
         assert run.engine.device_plan.current.predicted_time is not None
         assert run.engine.device_plan.current.predicted_bytes <= budget_mib * MIB + LIBRARY_WORKSPACE_BYTES
         seconds.append(run.engine.device_plan.current.predicted_time.seconds)
@@ -310,7 +312,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def test_from_the_second_plan_on_there_is_room_for_longer_batches(profiled: list[tuple[int, ...]]) -> None:
     run = planned(24)
     for length in (64, 32, 64, 65, 98, 50, 128, 256, 100):
-        run.step(batch(length))
+        run.plan(batch(length))
         assert run.engine.device_plan.current.predicted_bytes <= 24 * MIB + LIBRARY_WORKSPACE_BYTES
     # Room for three times the tokens would cost batches of the mean size something: 1.5 times 65 and 2 times 128 tokens.
     steps = [(4, 64), (4, 195), (4, 57), (4, 105), (4, 98), (4, 57)]
@@ -321,15 +323,15 @@ def test_from_the_second_plan_on_there_is_room_for_longer_batches(profiled: list
 def test_there_is_room_for_three_times_the_tokens_where_it_costs_nothing(profiled: list[tuple[int, ...]]) -> None:
     run = planned(200)
     for length in (64, 65, 64, 190):
-        run.step(batch(length))
+        run.plan(batch(length))
     assert profiled == [(4, 64), (4, 195), (4, 65)]
     assert len(run.engine.device_plan.current.placement.on_device) == 8
 
 
 def test_no_room_is_left_where_a_larger_batch_would_not_fit(profiled: list[tuple[int, ...]]) -> None:
     run = planned(9, offloaded_layers=0, offloaded_inputs=False, token_tile=0)
-    run.step(batch(64))
-    run.step(batch(128))
+    run.plan(batch(64))
+    run.plan(batch(128))
     assert profiled == [(4, 64), (6, 256), (4, 192), (4, 128), (4, 96)]
     assert run.engine.device_plan.current.predicted_bytes <= 9 * MIB + LIBRARY_WORKSPACE_BYTES
 
@@ -337,8 +339,8 @@ def test_no_room_is_left_where_a_larger_batch_would_not_fit(profiled: list[tuple
 def test_room_ends_where_the_positions_of_the_model_do(profiled: list[tuple[int, ...]]) -> None:
     run = planned(200)
     run.model.config.max_position_embeddings = 100
-    run.step(batch(64))
-    run.step(batch(80))
+    run.plan(batch(64))
+    run.plan(batch(80))
     assert profiled == [(4, 64), (10, 100), (10, 29)]  # 3 times the tokens, in rows of 100, and the mean of the two
 
 
@@ -352,7 +354,7 @@ def test_a_model_that_bounds_its_sequences_in_its_own_way_is_planned_for_up_to_t
 
     run.model.forward = bounded
     for length in (64, 72, 64):
-        run.step(batch(length))
+        run.plan(batch(length))
     assert profiled == [(4, 64), (4, 216), (4, 108), (4, 72)]
     assert len(run.engine.device_plan.current.placement.kept) == 8
 
@@ -399,7 +401,7 @@ def test_a_plan_covers_the_batches_before_it_too(profiled: list[tuple[int, ...]]
     run = planned(30)
     many_short, few_long = token_batches(1, batch=32, length=16, vocabulary=512)[0], long_batch(100)
     for ids in (many_short, few_long, many_short):
-        run.step(ids)
+        run.plan(ids)
     # 1.5 times the 512 tokens of the first, in rows of 1.5 times the second's length; three times would cost something.
     assert profiled == [(32, 16), (6, 256), (6, 51), (6, 115), (6, 150), (6, 52), (6, 88)]
     taken, predicted = peak_of_a_step(run, many_short)
@@ -468,7 +470,7 @@ def test_a_training_that_accumulates_more_backwards_than_the_last_one_is_planned
         for micro_batches in (*earlier, 4):
             run.engine.expect_accumulation(micro_batches)
             run.engine.device_plan.expect_steps(10)
-            run.step(batch())
+            run.plan(batch())
         made.append(run.engine.device_plan.current)
         run.engine.close()
     assert made[1].placement == made[0].placement, "gradients of earlier backwards take memory beside it"
@@ -477,7 +479,7 @@ def test_a_training_that_accumulates_more_backwards_than_the_last_one_is_planned
 
 def test_a_batch_too_large_for_the_budget_is_said_and_tried(caplog: pytest.LogCaptureFixture) -> None:
     run = planned(2)
-    run.step(batch(128))
+    run.plan(batch(128))
     assert "predicted to take" in caplog.text
     assert "micro_batch_size" in caplog.text
     assert run.engine.device_plan.current.placement.kept == frozenset()
@@ -486,8 +488,8 @@ def test_a_batch_too_large_for_the_budget_is_said_and_tried(caplog: pytest.LogCa
 def test_the_table_says_what_lies_where_and_is_shown_once_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     run = planned(64)
     run.engine.device_plan.show = True
-    run.step(batch())
-    run.step(batch())
+    run.plan(batch())
+    run.plan(batch())
     shown = capsys.readouterr().err
     assert shown.count("megatrain: plan") == 1
     assert all(len(line) <= 80 for line in shown.splitlines())
@@ -518,7 +520,7 @@ def test_a_model_that_surely_fits_trains_without_a_measured_layer(
 ) -> None:
     everything = planned(200)
     everything.engine.device_plan.show = False
-    everything.step(batch())
+    everything.plan(batch())
     needed_mib = (everything.engine.device_plan.current.predicted_bytes - LIBRARY_WORKSPACE_BYTES) / MIB
     layers_measured = []
 
@@ -845,7 +847,7 @@ def test_moments_in_8_bits_are_counted_in_memory_but_not_as_a_faster_step() -> N
 def test_a_resumed_training_goes_on_by_its_plan_and_plans_nothing(profiled: list[tuple[int, ...]]) -> None:
     first = planned(24)
     for length in (64, 96):
-        first.step(batch(length))
+        first.plan(batch(length))
     plan = first.engine.device_plan
     record = json.loads(json.dumps(plan.record))
     assert record is not None
@@ -854,7 +856,7 @@ def test_a_resumed_training_goes_on_by_its_plan_and_plans_nothing(profiled: list
     resumed = planned(24)
     resumed.engine.device_plan.expect_steps(10, None, record)
     for run in (first, resumed):
-        run.step(batch(32))
+        run.plan(batch(32))
     assert len(profiled) == count
     assert resumed.engine.device_plan.current.placement == plan.current.placement
     assert resumed.engine.device_plan.current.predicted_time == first.engine.device_plan.current.predicted_time
@@ -862,7 +864,7 @@ def test_a_resumed_training_goes_on_by_its_plan_and_plans_nothing(profiled: list
     assert resumed.engine.device_plan.record == plan.record
     # A batch that the plan doesn't cover is planned for as it would have been.
     for run in (first, resumed):
-        run.step(batch(256))
+        run.plan(batch(256))
     assert resumed.engine.device_plan.current.placement == plan.current.placement
     assert resumed.engine.device_plan.record == plan.record
 
@@ -875,16 +877,16 @@ def test_a_later_step_that_can_not_be_predicted_leaves_no_prediction_and_is_resu
 
     first, resumed = (planned(22, offloaded_layers=0, offloaded_inputs=False) for _ in range(2))
     plan, ids = first.engine.device_plan, token_batches(1, batch=16, length=144, vocabulary=512)[0]
-    first.step(ids[:, :128])
+    first.plan(ids[:, :128])
     assert plan.current.predicted_time is not None
     monkeypatch.setattr(device_plan, "profile_step", looks_at_data)
-    first.step(ids)
+    first.plan(ids)
     assert (plan.current.predicted_time, plan.current.predicted_bytes) == (None, 0)
     assert plan.current.at(0.5) == (plan.current.placement, 0)
     record = json.loads(json.dumps(plan.record))
     resumed.engine.device_plan.expect_steps(10, None, record)
     for run in (first, resumed):
-        run.step(ids[:, :128])
+        run.plan(ids[:, :128])
         assert run.engine.runtime.batch_cut.chosen == 8
         run.engine.close()
     assert resumed.engine.device_plan.record == plan.record
@@ -897,10 +899,10 @@ def test_a_plan_that_was_made_for_something_else_is_not_taken_over(
     profiled: list[tuple[int, ...]], changes: dict[str, Any]
 ) -> None:
     first = planned(24)
-    first.step(batch(64))
+    first.plan(batch(64))
     resumed = planned(**{"budget_mib": 24, **changes})
     resumed.engine.device_plan.expect_steps(10, None, first.engine.device_plan.record)
-    resumed.step(batch(32))
+    resumed.plan(batch(32))
     assert profiled == [(4, 64), (4, 32)]
 
 
@@ -909,16 +911,16 @@ def test_a_plan_that_takes_no_host_memory_is_taken_over_where_none_is_left(
 ) -> None:
     monkeypatch.setattr(device_plan, "available_host_bytes", lambda *_: 0)
     first, resumed = planned(24, offloaded_inputs=False), planned(24, offloaded_inputs=False)
-    first.step(batch(64))
+    first.plan(batch(64))
     resumed.engine.device_plan.expect_steps(10, None, first.engine.device_plan.record)
-    resumed.step(batch(64))
+    resumed.plan(batch(64))
     assert profiled == [(4, 64)]
 
 
 def test_a_plan_for_joined_micro_batches_is_taken_over_by_joined_ones_alone(profiled: list[tuple[int, ...]]) -> None:
     def step_of(run: Training, joined: bool) -> None:
         run.engine.runtime.batch_cut.asked = 2 if joined else None
-        run.step(batch(64))
+        run.plan(batch(64))
         run.engine.runtime.batch_cut.asked = None
 
     first = planned(24)
@@ -940,7 +942,7 @@ def test_a_plan_for_longer_batches_leaves_the_samples_of_this_one(profiled: list
     run = planned(200, micro_batch_size=2)
     run.model.config.max_position_embeddings = 64
     for length in (40, 56):
-        run.step(token_batches(1, batch=8, length=length, vocabulary=512)[0])
+        run.plan(token_batches(1, batch=8, length=length, vocabulary=512)[0])
     assert profiled[-1][0] > 8
 
 
@@ -949,12 +951,12 @@ def test_a_plan_that_another_version_recorded_is_made_anew(
     profiled: list[tuple[int, ...]], change: Callable[[dict[str, Any]], object]
 ) -> None:
     first = planned(24)
-    first.step(batch(64))
+    first.plan(batch(64))
     record = json.loads(json.dumps(first.engine.device_plan.record))
     change(record)
     resumed = planned(24)
     resumed.engine.device_plan.expect_steps(10, None, record)
-    resumed.step(batch(32))
+    resumed.plan(batch(32))
     assert profiled == [(4, 64), (4, 32)]
 
 
