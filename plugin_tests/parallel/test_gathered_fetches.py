@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from engine_runs import Training, attach
 from plain_torch import tiny_model, token_batches
+from profile_cache import remembering
 from rank_runs import join_ranks, require_success, run_ranks
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
@@ -267,6 +268,7 @@ def planned(rank: int, case: str, is_frozen: bool) -> bool:
 def main() -> None:
     """What each rank does."""
     rank, folder, what = join_ranks(), *sys.argv[1:]
+    device_plan.profile_step = remembering(device_plan.profile_step, {})
     if what == "diverges":
         run = training(gathers=True)
         if rank == 1:
