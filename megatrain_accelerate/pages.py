@@ -36,5 +36,10 @@ def map_pages(size_bytes: int, file: int = -1, offset: int = 0) -> Pages:
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
         libc.madvise(address, size_bytes, advice)
     pages = (ctypes.c_char * size_bytes).from_address(address)
-    weakref.finalize(pages, libc.munmap, address, size_bytes).atexit = False
+    weakref.finalize(pages, _unmap, os.getpid(), address, size_bytes).atexit = False
     return pages
+
+
+def _unmap(process: int, address: int, size_bytes: int) -> None:
+    if os.getpid() == process:  # a forked child never had these pages, and may have its own at their address
+        libc.munmap(address, size_bytes)

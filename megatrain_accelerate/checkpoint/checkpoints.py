@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import json
 import logging
 import os
@@ -146,9 +145,24 @@ def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, che
     if checkpoint is None or engine_of(trainer.model) is None:
         original(trainer, checkpoint)
         return
-    # torch.load's own setting (load.mmap) came with torch 2.6.
-    with replaced(torch, "load", functools.partial(torch.load, mmap=True)):
+    with optimizer_files_mapped():
         original(trainer, checkpoint)
+
+
+@contextlib.contextmanager
+def optimizer_files_mapped() -> Iterator[None]:
+    """While the body runs, ``torch.load`` maps files of optimizer states, and leaves them on the host: with several GPUs the
+    Trainer and Accelerate ask for 10 bytes a parameter on each."""
+    load = torch.load
+
+    def load_mapped(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, (str, os.PathLike)) and Path(file).name.startswith("optimizer"):
+            # torch.load's own setting (load.mmap) came with torch 2.6.
+            return load(file, "cpu", *args, **{**kwargs, "mmap": True})
+        return load(file, map_location, *args, **kwargs)
+
+    with replaced(torch, "load", load_mapped):
+        yield
 
 
 def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only_model: bool) -> dict[str, int]:

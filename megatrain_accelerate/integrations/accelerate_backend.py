@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatrain_accelerate.activation import config_for
+from megatrain_accelerate.checkpoint.checkpoints import optimizer_files_mapped
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine, all_engines, engine_of
 from megatrain_accelerate.errors import ConfigError, StateError, StepWorkerError, UnsupportedError
@@ -338,6 +339,14 @@ def clip_grad_norm(
     for engine in engines:
         engine.runtime.watch.settle()
     return original(accelerator, parameters, max_norm, norm_type)
+
+
+def load_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Reads the states of models that stream into host memory, the optimizers' through mappings of their files."""
+    if not _engines(accelerator):
+        return original(accelerator, *args, **kwargs)
+    with optimizer_files_mapped():
+        return original(accelerator, *args, **{**kwargs, "map_location": kwargs.get("map_location") or "cpu"})
 
 
 def free_memory(original: Callable[..., Any], accelerator: Any, *objects: Any) -> Any:

@@ -63,6 +63,8 @@ PATCHES = (
     Patch(f"{_ACCELERATOR}.prepare_optimizer", "accelerate_backend:prepare_optimizer(self, optimizer, device_placement)"),
     # The norm is known already; the clip factor is folded into the fused step.
     Patch(f"{_ACCELERATOR}.clip_grad_norm_", "accelerate_backend:clip_grad_norm(self, parameters, max_norm, norm_type)"),
+    # With several GPUs weights and optimizer states would be read into each of them.
+    Patch(f"{_ACCELERATOR}.load_state", "accelerate_backend:load_state(self, input_dir)"),
     # Steps of the models that it forgets may not be applied yet.
     Patch(f"{_ACCELERATOR}.free_memory", "accelerate_backend:free_memory(self, objects)"),
     # The Trainer's own arguments decide whether what its Accelerator prepares is streamed.

@@ -47,6 +47,12 @@ class Ranks:
         self.on_these_cpus = sum(not cpus[self.rank].isdisjoint(others) for others in cpus)
         """How many ranks, this one included, may run on this one's CPUs: all, unless each is bound to those near its GPU."""
 
+    @functools.cached_property
+    def weights_group(self) -> Any:
+        """The communicator in which weights are gathered. In that of gradients a gather would wait for those that are still
+        being computed. All ranks ask for it together. It is kept, since each takes device memory until the process ends."""
+        return dist.new_group(timeout=self.timeout)
+
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The ``value`` of the rank ``source``, on all ranks: anything that can be pickled. ``source`` gets its own."""
         box = [value]

@@ -61,7 +61,7 @@ class _Stopwatch:
     ``limit_bytes`` limits the process' tensors; None stands for the free memory."""
 
     def __init__(self, device: torch.device, limit_bytes: int | None = None, counts_bytes: bool = True) -> None:
-        self._device, self._limit_bytes = device, limit_bytes
+        self.device, self._limit_bytes = device, limit_bytes
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.counts_bytes = counts_bytes
         """Whether bytes are counted, which synchronizes with the device around each body. The last body's are kept."""
@@ -72,26 +72,26 @@ class _Stopwatch:
         """Times the body. If Inductor ``chooses_kernels`` in it, the counted bytes aren't those of its tensors."""
         base = 0
         if self.counts_bytes:
-            torch.cuda.synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            base = torch.cuda.memory_allocated(self._device)
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            base = torch.cuda.memory_allocated(self.device)
             if chooses_kernels:
-                raise_peak(self._device, self._limit_bytes)
+                raise_peak(self.device, self._limit_bytes)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         collects = gc.isenabled()
         gc.disable()  # garbage of earlier work that it frees would lower the counted bytes
         try:
-            start.record()
+            start.record(torch.cuda.current_stream(self.device))
             yield
-            end.record()
+            end.record(torch.cuda.current_stream(self.device))
         finally:
             if collects:
                 gc.enable()
         self._events.append((start, end))
         if self.counts_bytes:
-            torch.cuda.synchronize(self._device)
-            self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - base
-            self.left_bytes = torch.cuda.memory_allocated(self._device) - base
+            torch.cuda.synchronize(self.device)
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - base
+            self.left_bytes = torch.cuda.memory_allocated(self.device) - base
 
     def of_each(self) -> list[float]:
         """The seconds of each body. Waits for the device."""
@@ -275,7 +275,7 @@ class _Measurement:
         Another layer's recompute is a forward that keeps its graph, so for it there are none."""
         for chooses_kernels in (True, False):
             if self._captures is None or not self._compiled.recomputes(self._layer, self._captures, row=self._row):
-                torch.cuda.reset_peak_memory_stats()  # the first round raised it
+                torch.cuda.reset_peak_memory_stats(self.forward.device)  # the first round raised it
                 return {}
             self._recomputing_round(chooses_kernels)
         assert self._captures is not None

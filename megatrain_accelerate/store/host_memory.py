@@ -11,6 +11,7 @@ import collections
 import ctypes
 import math
 import mmap
+import os
 import weakref
 from typing import Any
 
@@ -25,9 +26,10 @@ STAGED_BYTES = 32 * MIB
 """Size of each of two staging buffers. Its copy takes a millisecond or more, beside which issuing it costs nothing."""
 
 
-def _unregister(address: int, mapping: Pages) -> None:
+def _unregister(process: int, address: int, mapping: Pages) -> None:
     # `mapping` is an argument so that the pages aren't unmapped before the driver has released them.
-    torch.cuda.cudart().cudaHostUnregister(address)
+    if os.getpid() == process:  # CUDA can't be used in a forked child
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class HostMemory:
@@ -60,7 +62,7 @@ class HostMemory:
                 f"the CUDA driver refused to page-lock {format_bytes(self.size_bytes)} of host memory (error {code}); "
                 "raise the limit on locked memory (`ulimit -l unlimited`, in a container `--ulimit memlock=-1`), or free some"
             )
-        self._finalizer = weakref.finalize(self, _unregister, self.address, self._mapping)
+        self._finalizer = weakref.finalize(self, _unregister, os.getpid(), self.address, self._mapping)
         self._finalizer.atexit = False
 
     def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -47,8 +47,7 @@ class Gather:
 
     def __init__(self, file: SharedFile, ranks: Ranks) -> None:
         self._ranks = ranks
-        # A communicator of its own: in that of gradients it would wait for those that are still being computed.
-        self._group = dist.new_group(timeout=ranks.timeout)
+        self._group = ranks.weights_group
         self._order = OrderCheck(file, ranks, "weights")
 
     def slot_bytes(self, size_bytes: int) -> int:

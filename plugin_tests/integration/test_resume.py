@@ -7,8 +7,10 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from accelerate import Accelerator
@@ -20,6 +22,7 @@ from torch import nn
 from trainer_runs import examples, make_arguments, plugin
 from transformers import Trainer
 
+from megatrain_accelerate.checkpoint.checkpoints import load_optimizer_and_scheduler
 from megatrain_accelerate.engine import engine_of
 
 pytestmark = pytest.mark.usefixtures("profiled_once")
@@ -250,6 +253,49 @@ def test_load_state_of_a_bare_accelerate_loop_is_bit_exact(fresh: bool, tmp_path
         engine.drain()
         for name, master in masters_of(engine, model).items():
             assert torch.equal(master, masters[name]), name
+
+
+def test_several_gpus_read_the_states_that_accelerate_loads_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: dict[str, Any] = {}
+    load, load_all = torch.load, accelerate.accelerator.load_accelerator_state
+
+    def noting(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        places[Path(file).name] = str(map_location), kwargs.get("mmap")
+        return load(file, map_location, *args, **kwargs)
+
+    def noting_all(*args: Any, **kwargs: Any) -> Any:
+        places["weights"] = args[7]
+        return load_all(*args, **kwargs)
+
+    with plugin():
+        accelerator = Accelerator(cpu=True)
+        model = make_model(0)
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        accelerator.save_state(str(tmp_path))
+        for name, value in {"num_processes": 2, "multi_device": True}.items():
+            monkeypatch.setattr(Accelerator, name, value)
+        monkeypatch.setattr(accelerate.accelerator, "load_accelerator_state", noting_all)
+        monkeypatch.setattr(torch, "load", noting)
+        accelerator.load_state(str(tmp_path))
+    assert places["weights"] == "cpu"
+    assert places["optimizer.bin"] == ("cpu", True)
+
+
+def test_several_gpus_read_the_optimizer_states_that_the_trainer_loads_on_the_host(tmp_path: Path) -> None:
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.save({"step": torch.ones(3)}, tmp_path / name)
+    found = {}
+
+    def loads_for_a_gpu(trainer: Any, checkpoint: str) -> None:
+        for name in ("optimizer.pt", "scheduler.pt"):
+            found[name] = torch.load(f"{checkpoint}/{name}", map_location="meta", weights_only=True)["step"].device.type
+
+    with plugin():
+        model = Accelerator(cpu=True).prepare(make_model(0))
+        load_optimizer_and_scheduler(loads_for_a_gpu, SimpleNamespace(model=model), str(tmp_path))
+    assert found == {"optimizer.pt": "cpu", "scheduler.pt": "meta"}
 
 
 def test_a_new_optimizer_waits_for_the_steps_of_the_one_before() -> None:

@@ -284,8 +284,11 @@ def main() -> None:
         runs = {(case, frozen): planned(rank, case, frozen) for case in SECONDS for frozen in (False, True)}
         torch.save(runs, f"{folder}/{rank}.pt")
     else:
-        ranks = int(what)
+        ranks, groups = int(what), []
+        new_group = dist.new_group
+        dist.new_group = lambda **settings: groups.append(settings) or new_group(**settings)
         runs = {case: [trained(case, rank, ranks, gathers) for gathers in (False, True)] for case in CASES}
+        assert len(groups) == 2, "communicators of all engines: each takes device memory as long as the process lives"
         torch.save(runs, f"{folder}/{rank}.pt")
 
 

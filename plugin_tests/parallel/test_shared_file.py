@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import attach
+from fresh_process import run_python
 from plain_torch import tiny_model, token_batches
 from rank_ends import note_cause, require_prompt_end
 from rank_runs import join_ranks, run_ranks
@@ -108,6 +109,24 @@ def test_a_mapping_lasts_as_long_as_a_tensor_over_it_and_shows_what_others_wrote
 def test_memory_that_the_kernel_refuses_is_an_error_with_size_and_remedy() -> None:
     with pytest.raises(HostMemoryError, match=r"refused .* of host memory \(Cannot allocate memory\); check"):
         map_pages(1 << 60)
+
+
+def test_a_forked_process_that_drops_pages_it_never_had_keeps_its_own_at_their_address() -> None:
+    run_python("""
+        import gc, mmap, os
+        from megatrain_accelerate.pages import map_pages
+
+        gc.disable()
+        pages = [map_pages(256 << 20)]
+        pages.append(pages)  # garbage that only a collection finds
+        del pages
+        if (child := os.fork()) == 0:
+            own = mmap.mmap(-1, 256 << 20)
+            own[:4] = own[-4:] = b"mine"
+            gc.collect()
+            os._exit(own[:4] != own[-4:])
+        assert os.waitpid(child, 0)[1] == 0
+    """)
 
 
 if __name__ == "__main__":
