@@ -351,11 +351,12 @@ class GraphCall:
             self.take_gradients()
         elif not self.is_done:
             self._deliver_gradients(is_complete=False)
-        self._leave_backward()
+        self._leave_backward(succeeded)
 
-    def _leave_backward(self) -> None:
-        """Ends the lease, and notes that no backward is in this call."""
-        self.calls.prefetcher.end_lease(self.layer.index)
+    def _leave_backward(self, succeeded: bool = True) -> None:
+        """Ends the lease, and notes that no backward is in this call. A failed one fetches no more: its end may be reported
+        late, by another thread than that of the next forward."""
+        self.calls.prefetcher.end_lease(self.layer.index, prefetches=succeeded)
         self.task, self.is_done = -1, False
 
     def take_gradients(self) -> dict[int, torch.Tensor]:

@@ -126,8 +126,8 @@ class Passes:
             self.open_forwards -= self._reached_forwards
             (self.order if self._tape is None else self._tape.order).end_pass()
             self._tape = None
-        self._reached_forwards.clear()
         if succeeded or self._task == task:
+            self._reached_forwards.clear()
             self._task = None
 
     def is_only_call(self, layer: Streamed) -> bool:

@@ -518,6 +518,13 @@ class StreamingRuntime:
         if self.ranks is not None:
             for owner in self.unit_owners:
                 owner.gate.wait()
+        self.wait_for_fetches()
+
+    def wait_for_fetches(self) -> None:
+        """Blocks until weights that were fetched are read, so that the host's may be written. Those of a backward have been,
+        but a forward without gradients ends before its kernels and the copies that wait for them."""
+        for prefetcher in (self.prefetcher, self.expert_streams.prefetcher):
+            prefetcher.wait_for_copies()
 
     def begin_loading(self, *_: Any) -> None:
         """Hook: ``load_state_dict`` is about to write to weights."""

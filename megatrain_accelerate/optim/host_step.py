@@ -111,6 +111,7 @@ class HostStep(UnitStepper):
             raise StateError(self._why_retired)
         self.runtime.watch.end()
         self.runtime.worker.raise_if_failed()
+        self.runtime.wait_for_fetches()
         self.runtime.refresh_if_written()
         self.runtime.collect_gradients()
         # For gradients that no backward brought: a script may have set them.

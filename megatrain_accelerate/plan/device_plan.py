@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.hooks import replaced
@@ -64,6 +65,10 @@ _SAVED_SHARE = 0.25
 """Share of uncompiled layers' time that compiling saves. On an H200 (3B, 8 x 4,096 tokens): 24,000 tokens/s, not 17,500."""
 _EAGER_FLOPS = 3.5e14
 """FLOP/s of uncompiled layers on an H200. A slower GPU saves more seconds than this estimate says."""
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class DevicePlan:
@@ -151,6 +156,8 @@ class DevicePlan:
         """Plans for a training forward on ``inputs``, the model's arguments, if no plan covers them. A forward that begins
         before another one's backward (as in preference losses) recomputes all layers, and the next plan leaves room for it."""
         if open_forwards := self._runtime.open_forwards:
+            if torch._C._current_graph_task_id() != -1:
+                return  # within backward a user's checkpoint runs the forward again, and has to save the same tensors
             self._note_rows(row_size(inputs))
             if open_forwards >= self.current.forwards_at_once:
                 # An empty extent covers no batch, so that the next one is planned for.
@@ -174,10 +181,11 @@ class DevicePlan:
         self._note(batches=self.current.batches + len(extents), tokens=tokens)
         # All ranks decide by what all have gathered, so that they take the same branch.
         if any(resumes or not planned.covers(extent) for *_, planned, resumes in of_ranks):
-            if ranks is None:
-                self._plan(model, inputs, extent, sizes)
-            else:
-                self._plan_together(ranks, model, inputs, extents, sizes)
+            with saved_tensors_hooks(_unchanged, _unchanged):  # a user's, a checkpoint's say, don't see runs of the plan
+                if ranks is None:
+                    self._plan(model, inputs, extent, sizes)
+                else:
+                    self._plan_together(ranks, model, inputs, extents, sizes)
         share = 1.0 if self.current.usual_share == 1.0 else extent.share_of(self.current.planned, all(padding_omitted))
         self._runtime.calls.policy, predicted_bytes = self.current.at(share)
         self._runtime.activations.spacing = self._runtime.calls.policy.offload_spacing

@@ -61,7 +61,14 @@ class Prefetcher:
         self.note_moves()
 
     def _new_slot(self, size_bytes: int) -> WeightSlot:
-        return WeightSlot(torch.empty(size_bytes, dtype=torch.uint8, device=self._streams.device), self._streams)
+        slot = WeightSlot(torch.empty(size_bytes, dtype=torch.uint8, device=self._streams.device), self._streams)
+        # WAR: kernels of the memory's former owner may still use it.
+        slot.compute_finished_event.record(self._streams.compute_stream)
+        return slot
+
+    def wait_for_copies(self) -> None:
+        """Blocks until all copies that were issued have read the host's weights."""
+        self._last_copied_event.synchronize()
 
     @property
     def device_bytes(self) -> int:
@@ -91,8 +98,6 @@ class Prefetcher:
         """Gives a layer without one a slot of its own until :meth:`let_go`, or raises a ``torch.OutOfMemoryError``."""
         with torch.inference_mode(False):
             slot = self._new_slot(self._layers[index].unit.layout.weight_bytes)
-        # WAR: kernels of the memory's former owner may still use it.
-        slot.compute_finished_event.record(self._streams.compute_stream)
         self.own_slots[index] = slot
         self._held.append(index)
         self._note_slots()
