@@ -17,6 +17,7 @@ from forked_process import run_forked
 from layer_uses import leases_ended
 from plain_torch import tiny_model, token_batches
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatrain_accelerate.engine import Engine, all_engines
 from megatrain_accelerate.errors import StateError, UnsupportedError
@@ -94,6 +95,56 @@ def test_layer_inputs_die_with_backward_not_with_the_loss() -> None:
 
 def test_a_frozen_layer_between_trained_ones_gives_its_slot_back_in_its_turn() -> None:
     assert leases_ended("cpu") == [3, 2, 1, 0]
+
+
+class Fails(torch.autograd.Function):
+    """In backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("in backward")
+
+
+def test_a_backward_that_fails_fetches_no_more_layers() -> None:
+    model, engine, _ = prepared(num_hidden_layers=6)
+    (ids,) = token_batches(1)
+    model(input_ids=ids, labels=ids).loss.backward()  # from now on layers are expected
+    prefetcher, fetched = engine.runtime.prefetcher, list[str]()
+    fill = prefetcher.fill
+    prefetcher.fill = lambda slot, layer, *args: fetched.append(layer.name) or fill(slot, layer, *args)  # type: ignore
+    attention = model.model.layers[3].self_attn
+    attention.register_forward_hook(lambda module, args, output: (Fails.apply(output[0]), *output[1:]))
+    loss = model(input_ids=ids, labels=ids).loss
+    fetched.clear()
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    assert fetched == ["model.layers.3", "model.layers.2"]
+    engine.close()
+
+
+@pytest.mark.parametrize("kept", [0, 2, 4])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_around_the_whole_model_recomputes_it_as_it_ran(kept: int, use_reentrant: bool) -> None:
+    gradients = []
+    for checkpoints in (False, True):
+        model = tiny_model(num_hidden_layers=4).train()
+        engine = attach(model, bf16=False, kept_layers=kept)
+        for ids in token_batches(2):
+
+            def loss_of(embedded: torch.Tensor, ids: torch.Tensor = ids) -> torch.Tensor:
+                return model(inputs_embeds=embedded, labels=ids).loss  # noqa: B023
+
+            embedded = model.get_input_embeddings()(ids)
+            loss = checkpoint(loss_of, embedded, use_reentrant=use_reentrant) if checkpoints else loss_of(embedded)
+            loss.backward()
+        engine.runtime.settle()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        engine.close()
+    assert all(map(torch.equal, *gradients))
 
 
 def test_weights_loaded_after_prepare_train_from_there() -> None:
