@@ -159,6 +159,22 @@ def automatic_size(gpu_bytes: int, host_bytes: int) -> str:
     return chosen
 
 
+def random_model(config: Qwen2Config, device: str) -> PreTrainedModel:
+    """A new bf16 model in host memory. Its values are drawn on `device`, which on a GPU takes seconds instead of minutes, one
+    module at a time, so that the model needn't fit there."""
+    with torch.device("meta"):  # without memory
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for module in reversed(list(model.modules())):  # a module comes after those inside it
+        module.to_empty(device=device, recurse=False)
+        model._init_weights(module)
+        module.cpu()
+    model.tie_weights()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return model
+
+
 def build_model(args: ScriptArguments, train_documents: Dataset) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The saved model that was asked for, or a new one with a byte-level BPE tokenizer made from the text."""
     if args.model_name_or_path is not None:
@@ -179,14 +195,8 @@ def build_model(args: ScriptArguments, train_documents: Dataset) -> tuple[PreTra
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    # A large model's random values are drawn in seconds on the GPU, and in minutes on the CPU.
     if size != "tiny" and torch.cuda.is_available():
-        with torch.device("cuda"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.to("cpu")
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        return model, tokenizer
+        return random_model(config, "cuda"), tokenizer
     return AutoModelForCausalLM.from_config(config), tokenizer
 
 

@@ -17,7 +17,14 @@ import torch
 from megatrain_accelerate.config import MegatrainConfig, usable_cpu_count
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.kernels.host import HostKernels, default_thread_count
-from megatrain_accelerate.plan.machine import STEP_BYTES, STEP_OVERHEAD, USABLE_SHARE_OF_DEVICE, Machine, measured_machine
+from megatrain_accelerate.plan.machine import (
+    STEP_BYTES,
+    STEP_OVERHEAD,
+    USABLE_SHARE_OF_DEVICE,
+    Machine,
+    free_bytes,
+    measured_machine,
+)
 from megatrain_accelerate.store.host_limits import available_host_bytes
 from megatrain_accelerate.units import GB, GIB
 
@@ -178,12 +185,12 @@ def _this_machine(options: Namespace, config: MegatrainConfig) -> MachineDescrip
     device = torch.device("cuda", torch.cuda.current_device())
     with contextlib.closing(HostKernels(config.host_threads)) as kernels:
         machine = measured_machine(device, kernels)
-    free, total = torch.cuda.mem_get_info(device)
+    total = torch.cuda.mem_get_info(device)[1]
     name = torch.cuda.get_device_name(device)
     return MachineDescription(
         gpu=name,
         machine=_changed(at_the_power_limit(machine, name), options),
-        gpu_bytes=int(USABLE_SHARE_OF_DEVICE * (options.gpu_memory_bytes or free)),
+        gpu_bytes=int(USABLE_SHARE_OF_DEVICE * (options.gpu_memory_bytes or free_bytes(device))),
         gpu_total_bytes=options.gpu_memory_bytes or total,
         host_bytes=options.host_memory_bytes or available_host_bytes() + psutil.Process().memory_info().rss,
         notes=[f"speeds that no option names are as measured on this machine{', by one process' * (options.gpus > 1)}"],

@@ -8,7 +8,7 @@ import ctypes
 import importlib.util
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from megatrain_accelerate.kernels.moments import FloatMoments
 _BLOCK = 1024
 _CHUNK = 4 * _BLOCK
 """Elements that one Triton program steps."""
+_PIECE_ELEMENTS = 1 << 24
+"""Elements that masters are split or joined at a time: with up to 16 bytes of temporaries each, 256 MiB."""
 _launches = threading.Lock()
 """Serialises launches: two threads step on the device, and the first launch compiles."""
 
@@ -59,6 +61,11 @@ def mean_of_rows(rows: torch.Tensor, target: torch.Tensor) -> None:
     for row in rows[1:]:
         total += row
     target.copy_(total.mul_(1 / len(rows)))
+
+
+def _in_pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views of the same elements of contiguous tensors of one shape, piece by piece."""
+    return zip(*(tensor.view(-1).split(_PIECE_ELEMENTS) for tensor in tensors), strict=True)
 
 
 class DeviceKernels:
@@ -130,14 +137,14 @@ class DeviceKernels:
         return sums.sum().sqrt().float()
 
     def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
-        bits = master_fp32.contiguous().view(torch.int32)
-        # Integers wrap when they are narrowed, as in C++.
-        hi.view(torch.int16).copy_(((bits + 0x8000) >> 16).to(torch.int16))
-        residual.copy_(bits.to(torch.int16))
+        for bits, high, low in _in_pieces(master_fp32.contiguous().view(torch.int32), hi.view(torch.int16), residual):
+            # Integers wrap when they are narrowed, as in C++.
+            high.copy_(((bits + 0x8000) >> 16).to(torch.int16))
+            low.copy_(bits.to(torch.int16))
 
     def join(self, hi: torch.Tensor, residual: torch.Tensor, master_fp32_out: torch.Tensor) -> None:
-        bits = (hi.view(torch.int16).to(torch.int32) << 16) + residual.to(torch.int32)
-        master_fp32_out.view(torch.int32).copy_(bits)
+        for high, low, bits in _in_pieces(hi.view(torch.int16), residual, master_fp32_out.view(torch.int32)):
+            bits.copy_((high.to(torch.int32) << 16) + low.to(torch.int32))
 
 
 StepKernels = HostKernels | DeviceKernels

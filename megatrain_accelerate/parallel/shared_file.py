@@ -77,6 +77,10 @@ def open_huge_file() -> int | None:
     return None
 
 
+shared_files: weakref.WeakSet[SharedFile] = weakref.WeakSet()
+"""The files that this process shares with other ranks."""
+
+
 class SharedFile:
     """One file for all ranks, whose ranges are reserved one after the other. All ranks make it together, and reserve the same
     sizes in the same order. Raises ``HostMemoryError`` if the kernel refuses it, or a rank can't open it."""
@@ -100,8 +104,15 @@ class SharedFile:
                 "one user, in one container, without a limit on the size of files (`ulimit -f unlimited`)"
             ) from error
         ranks.meet("sharing host memory")  # only then may the first rank close its descriptor
-        close = weakref.finalize(self, os.close, self._descriptor)  # mappings stay as long as anybody holds them
-        os.register_at_fork(after_in_child=close)
+        self._close = weakref.finalize(self, os.close, self._descriptor)  # mappings stay as long as anybody holds them
+        os.register_at_fork(after_in_child=self._close)
+        shared_files.add(self)
+
+    @property
+    def held_bytes(self) -> tuple[int, int]:
+        """Memory that the file takes, whichever ranks wrote to it, and this rank's equal share of that."""
+        held = 512 * os.fstat(self._descriptor).st_blocks if self._close.alive else 0  # a forked process has no part in it
+        return held, held // self._ranks
 
     def reserve(self, size_bytes: int) -> int:
         """Reserves a range of ``size_bytes``, and returns its offset, which is the beginning of a page (of 4 KiB)."""

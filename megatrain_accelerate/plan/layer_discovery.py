@@ -16,7 +16,7 @@ from megatrain_accelerate.config import MegatrainConfig, nearest
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.gradients.offload import GRADIENT_SLOTS
 from megatrain_accelerate.parallel.ranks import Ranks
-from megatrain_accelerate.plan.machine import USABLE_SHARE_OF_DEVICE
+from megatrain_accelerate.plan.machine import USABLE_SHARE_OF_DEVICE, free_bytes
 from megatrain_accelerate.store.layout import FlatLayout, expert_ranges
 from megatrain_accelerate.units import MIB
 
@@ -307,7 +307,7 @@ def split_experts(
     if asked == "auto":
         budget_bytes = config.gpu_memory_bytes or 0
         if config.gpu_memory_bytes is None and device.type == "cuda":
-            budget_bytes = int(USABLE_SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[0])
+            budget_bytes = int(USABLE_SHARE_OF_DEVICE * free_bytes(device))
         if ranks is not None and found:  # all must cut alike
             budget_bytes = min(ranks.gather(budget_bytes))
         in_pieces = config.passes_gradients and config.micro_batch_size is not None

@@ -15,6 +15,7 @@ import torch
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError, HostMemoryError
+from megatrain_accelerate.parallel.shared_file import shared_files
 from megatrain_accelerate.store.file_mappings import FileMappings
 from megatrain_accelerate.units import GIB, KIB
 
@@ -76,8 +77,10 @@ def available_host_bytes(host_memory_gib: float | None = None) -> int:
     """Bytes that this process may still allocate, without those that were promised to its models. ``host_memory_gib``: the
     user's limit for the whole process. Without it ``LOCAL_WORLD_SIZE`` processes share equally what the machine reports."""
     if host_memory_gib is not None:  # some virtual machines report less than they can grow to
-        # Pages of files that the process maps are cache.
-        held = psutil.Process().memory_info().rss - process_bytes("RssFile")
+        # Pages of files that the process maps are cache. Of memory that ranks share each has those pages that it has used, and
+        # all that it page-locked, which are nearly the whole store: instead each counts an equal share.
+        in_files, share = (sum(counts) for counts in zip((0, 0), *(file.held_bytes for file in shared_files), strict=True))
+        held = psutil.Process().memory_info().rss - process_bytes("RssFile") - min(in_files, process_bytes("RssShmem")) + share
         return max(0, int(host_memory_gib * GIB) - held - _promised_bytes())
     available = psutil.virtual_memory().available
     if (cgroup := cgroup_available_bytes()) is not None:

@@ -8,6 +8,7 @@ isn't registered, since nothing streams from it yet, is copied on all host threa
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import math
 import mmap
@@ -30,6 +31,13 @@ def _unregister(process: int, address: int, mapping: Pages) -> None:
     # `mapping` is an argument so that the pages aren't unmapped before the driver has released them.
     if os.getpid() == process:  # CUDA can't be used in a forked child
         torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _clear_last_error() -> None:
+    """Clears the error that a refused call left in the CUDA runtime, and which the next kernel of this thread would raise as
+    if it were its own: so this launches one. torch doesn't show the call that only clears it."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 class HostMemory:
@@ -58,6 +66,7 @@ class HostMemory:
             return
         code = int(torch.cuda.cudart().cudaHostRegister(self.address, self.size_bytes, 0))
         if code != 0:
+            _clear_last_error()
             raise HostMemoryError(
                 f"the CUDA driver refused to page-lock {format_bytes(self.size_bytes)} of host memory (error {code}); "
                 "raise the limit on locked memory (`ulimit -l unlimited`, in a container `--ulimit memlock=-1`), or free some"

@@ -332,6 +332,14 @@ def test_a_short_products_speed_is_not_taken_for_what_a_gpu_keeps_up(monkeypatch
     assert (larger.gpu_total_bytes, larger.gpu_bytes) == (200 * GIB, int(0.9 * 200 * GIB))
 
 
+def test_what_measuring_left_in_the_allocator_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_description, "measured_machine", lambda *_: Machine(5e10, 5e10, 7e9, 3.8e12, 7e14, 0.010))
+    memory = (("mem_get_info", (70 * GIB, 80 * GIB)), ("memory_reserved", 2 * GIB), ("memory_allocated", GIB))
+    for name, value in (("is_available", True), ("current_device", 0), ("get_device_name", "NVIDIA H200"), *memory):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    assert describe_machine(machine_options(), MegatrainConfig()).gpu_bytes == int(0.9 * 71 * GIB)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to measure")
 def test_without_a_gpu_one_must_be_described() -> None:
     with pytest.raises(ConfigError, match="--gpu H200"):

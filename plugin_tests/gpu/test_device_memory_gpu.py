@@ -11,9 +11,12 @@ import torch
 from engine_runs import attach
 from plain_torch import tiny_model, token_batches
 
+from megatrain_accelerate.errors import HostMemoryError
+from megatrain_accelerate.pages import map_pages
 from megatrain_accelerate.plan import device_plan
 from megatrain_accelerate.plan.machine import whole_free_bytes
 from megatrain_accelerate.store.expandable_segments import ALLOCATOR_VARIABLES
+from megatrain_accelerate.store.host_memory import HostMemory
 from megatrain_accelerate.units import MIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -61,6 +64,16 @@ def test_what_counts_as_whole_is_what_the_allocator_gives_back(monkeypatch: pyte
     assert 8 * 40 * MIB <= whole <= 8 * 63 * MIB + 16 * MIB
     assert whole_free_bytes(GPU) == 0
     del held
+
+
+def test_pages_that_the_driver_refuses_to_lock_fail_no_later_kernel() -> None:
+    pages = map_pages(MIB)
+    first, second = (HostMemory(MIB, register=True, shared=pages) for _ in range(2))
+    first.register()
+    with pytest.raises(HostMemoryError, match="error 712"):  # they are locked already
+        second.register()
+    assert torch.full((3,), 2.0, device=GPU).sum().item() == 6
+    first.close()
 
 
 @pytest.mark.parametrize(

@@ -138,10 +138,12 @@ class FakeDriver:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.registered: dict[int, int] = {}
+        self.last_error = 0
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         if sum(self.registered.values()) + size > self.limit:
-            return 2  # cudaErrorMemoryAllocation
+            self.last_error = 2  # cudaErrorMemoryAllocation
+            return self.last_error
         self.registered[address] = size
         return 0
 
@@ -149,10 +151,23 @@ class FakeDriver:
         del self.registered[address]
         return 0
 
+    def launch(self) -> None:
+        """A kernel's launch, which raises the last error and clears it, as torch does after each."""
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
+
+
+def fake_driver(limit: int, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """A driver that registers memory and launches the kernels of ``torch.ones``."""
+    driver, ones = FakeDriver(limit), torch.ones
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch, "ones", lambda *a, **k: driver.launch() if k.get("device") == "cuda" else ones(*a, **k))
+    return driver
+
 
 def test_a_refused_registration_is_an_error_with_size_code_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = FakeDriver(limit=3 << 20)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    driver = fake_driver(3 << 20, monkeypatch)
     first = HostMemory(1 << 20, register=True)
     first.register()
     second = HostMemory(3 << 20, register=True)
@@ -168,9 +183,15 @@ def test_a_refused_registration_is_an_error_with_size_code_and_remedy(monkeypatc
     assert driver.registered == {}
 
 
+def test_a_refused_registration_is_not_the_error_of_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = fake_driver(0, monkeypatch)
+    with pytest.raises(HostMemoryError):
+        HostMemory(1 << 20, register=True).register()
+    driver.launch()
+
+
 def test_memory_is_page_locked_when_it_is_first_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = FakeDriver(limit=1 << 40)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    driver = fake_driver(1 << 40, monkeypatch)
     from megatrain_accelerate.store import unit as host_store
 
     monkeypatch.setattr(host_store, "HostMemory", lambda size, register, shared: HostMemory(size, register=True))
@@ -203,8 +224,7 @@ def test_a_refused_registration_leaves_the_plain_model(when: str, monkeypatch: p
     # The device is said to be a GPU for the registration only.
     model, reference = tiny_model(), tiny_model()
     layer_bytes = sum(2 * p.numel() for p in model.model.layers[0].parameters())
-    driver = FakeDriver(limit=3 * layer_bytes)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    driver = fake_driver(3 * layer_bytes, monkeypatch)
     from megatrain_accelerate.store import unit as host_store
 
     def registered(size: int, register: bool, shared: None) -> HostMemory:

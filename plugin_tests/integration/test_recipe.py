@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from forked_process import run_forked
-from transformers import AutoTokenizer
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from megatrain_accelerate.config import MegatrainConfig
 
@@ -221,6 +223,41 @@ def test_the_automatic_model_is_too_large_for_plain_training_where_the_host_has_
 
     assert train_causal_lm.automatic_size(gpu_gib * 2**30, host_gib * 2**30) == size
     assert train_causal_lm.free_host_bytes() > 0
+
+
+def test_a_new_models_values_are_drawn_one_module_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import train_causal_lm
+
+    config = Qwen2Config(**train_causal_lm.MODEL_PRESETS["tiny"])
+    on_device: list[nn.Module] = []
+    most_there: list[int] = []
+    to_empty, to_host = nn.Module.to_empty, nn.Module.cpu
+
+    def to_device(module: nn.Module, *, device: str, recurse: bool) -> nn.Module:
+        on_device.append(module)
+        to_empty(module, device=device, recurse=recurse)
+        most_there.append(sum(p.numel() for m in on_device for p in m.parameters(recurse=False)))
+        return module
+
+    def leave(module: nn.Module) -> nn.Module:
+        on_device.remove(module)
+        return to_host(module)
+
+    monkeypatch.setattr(nn.Module, "to_empty", to_device)
+    monkeypatch.setattr(nn.Module, "cpu", leave)
+    model = train_causal_lm.random_model(config, "cpu")  # which stands in for a GPU
+    stock = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert max(most_there) == config.vocab_size * config.hidden_size == max(p.numel() for p in stock.parameters())
+    assert on_device == []
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for ours, theirs in ((model.named_buffers(), stock.named_buffers()), (model.named_parameters(), stock.named_parameters())):
+        for (name, value), (stock_name, stock_value) in zip(ours, theirs, strict=True):
+            assert (name, value.dtype, value.shape) == (stock_name, stock_value.dtype, stock_value.shape)
+            if value.dim() == 1:  # biases, norms, and the buffers, which are the same in each model
+                assert torch.equal(value, stock_value)
+            else:
+                assert value.std().item() == pytest.approx(config.initializer_range, rel=0.02)
 
 
 def test_report_says_that_the_plugin_was_off(run_dir: Path) -> None:

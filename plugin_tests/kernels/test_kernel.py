@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain_accelerate.errors import ConfigError, KernelError
+from megatrain_accelerate.kernels import device
 from megatrain_accelerate.kernels import host as kernel
 from megatrain_accelerate.kernels.host import AdamArguments, HostKernels, default_thread_count
 from megatrain_accelerate.kernels.moments import FloatMoments
@@ -65,6 +67,41 @@ def test_join_reverses_split_for_every_kind_of_float(kernels: HostKernels) -> No
     kernels.split(master, hi, residual)
     kernels.join(hi, residual, back)
     assert torch.equal(back.view(torch.int32), master.view(torch.int32))
+
+
+class LargestResult(TorchDispatchMode):
+    """Notes the elements of the largest tensor that has memory of its own and that an operation in the body made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and "copy_" not in str(func):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_masters_on_the_device_are_split_and_joined_in_pieces_with_the_hosts_bits(
+    kernels: HostKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_PIECE_ELEMENTS", 1000)
+    on_device = object.__new__(device.DeviceKernels)  # these two of its methods need no Triton
+    master = bit_patterns()[:30_000].view(3, 100, 100)
+    hi, residual = (torch.empty(master.shape, dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
+    host_hi, host_residual, back = torch.empty_like(hi), torch.empty_like(residual), torch.empty_like(master)
+    kernels.split(master, host_hi, host_residual)
+    with LargestResult() as largest:
+        on_device.split(master, hi, residual)
+        on_device.join(hi, residual, back)
+    assert largest.elements == 1000
+    assert torch.equal(hi.view(torch.int16), host_hi.view(torch.int16))
+    assert torch.equal(residual, host_residual)
+    assert torch.equal(back.view(torch.int32), master.view(torch.int32))
+    for shape in ((), (0,)):
+        few = torch.ones(shape)
+        on_device.split(few, hi.resize_(shape), residual.resize_(shape))
+        on_device.join(hi, residual, few.fill_(2))
+        assert torch.equal(few, torch.ones(shape))
 
 
 def test_hi_is_the_bf16_rounding_of_the_master_except_at_ties(kernels: HostKernels) -> None:

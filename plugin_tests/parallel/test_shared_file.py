@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ from megatrain_accelerate.errors import HostMemoryError
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.pages import map_pages
 from megatrain_accelerate.parallel.shared_file import SharedFile
+from megatrain_accelerate.store.host_limits import available_host_bytes
+from megatrain_accelerate.units import MIB
 
 QUICK = 4
 
@@ -73,9 +76,9 @@ def test_data_loaders_that_outlive_all_ranks_hold_nothing_of_the_store(tmp_path:
                 os.kill(worker, signal.SIGKILL)
 
 
-def file_of_one() -> SharedFile:
-    """As of a training by one process."""
-    alone: Any = SimpleNamespace(rank=0, size=1, broadcast=lambda value: value, meet=lambda where: None)
+def file_of_one(ranks: int = 1) -> SharedFile:
+    """As of a training by one process, or by the first of several."""
+    alone: Any = SimpleNamespace(rank=0, size=ranks, broadcast=lambda value: value, meet=lambda where: None)
     return SharedFile(alone)
 
 
@@ -104,6 +107,24 @@ def test_a_mapping_lasts_as_long_as_a_tensor_over_it_and_shows_what_others_wrote
     del part
     assert not is_mapped()
     assert second[0] == 7
+
+
+def test_of_the_shared_store_a_rank_counts_an_equal_share_whichever_pages_it_has_used() -> None:
+    def taken_mib() -> int:
+        return round((before - available_host_bytes(1000.0)) / MIB)
+
+    file = file_of_one(ranks=4)
+    before = available_host_bytes(1000.0)
+    os.pwrite(file._descriptor, b"1" * 64 * MIB, file.reserve(64 * MIB))
+    assert taken_mib() == pytest.approx(16, abs=2), "written by another rank"
+    pages = torch.frombuffer(file.map(0, 64 * MIB), dtype=torch.uint8)
+    assert pages.sum() == ord("1") * 64 * MIB
+    assert taken_mib() == pytest.approx(16, abs=2), "used by this rank, as if it had locked them"
+    own = torch.frombuffer(mmap.mmap(-1, 96 * MIB), dtype=torch.uint8).fill_(1)
+    assert taken_mib() == pytest.approx(112, abs=2), "memory that other code shares"
+    del file, pages
+    gc.collect()
+    assert taken_mib() == pytest.approx(own.nbytes // MIB, abs=2)
 
 
 def test_memory_that_the_kernel_refuses_is_an_error_with_size_and_remedy() -> None:

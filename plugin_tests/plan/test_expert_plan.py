@@ -152,6 +152,17 @@ def test_a_plan_cuts_experts_only_where_whole_layers_take_too_much(monkeypatch: 
     assert parts == [set(), {2}, {3}, {EXPERTS}]
 
 
+def test_memory_that_the_allocator_keeps_counts_as_free_for_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_discovery, "SMALLEST_PART_BYTES", 1)
+    for name, value in (("mem_get_info", (0, 80 * GIB)), ("memory_reserved", 3 * GIB), ("memory_allocated", GIB)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    rooms: list[int] = []
+    monkeypatch.setattr(layer_discovery, "_chosen_parts", lambda *arguments: rooms.append(arguments[-1]) or 1)
+    found = layer_discovery.discover_layers(tiny_experts())
+    layer_discovery.split_experts(found, MegatrainConfig(), {}, torch.device("cuda"), True, None)
+    assert rooms == [int(0.9 * 2 * GIB)]
+
+
 def parts_by_plan(model: nn.Module, gpu_memory_gib: float = 1e-6, **settings: Any) -> set[int]:
     engine = attach(model, gpu_memory_gib=gpu_memory_gib, **settings)
     found = {len(experts.parts) for experts in engine.runtime.experts}
