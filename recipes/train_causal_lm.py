@@ -18,7 +18,9 @@ from typing import Any, Literal
 
 import psutil
 import torch
+from accelerate import init_empty_weights
 from datasets import Dataset, DatasetDict, load_dataset
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -162,10 +164,11 @@ def automatic_size(gpu_bytes: int, host_bytes: int) -> str:
 def random_model(config: Qwen2Config, device: str) -> PreTrainedModel:
     """A new bf16 model in host memory. Its values are drawn on `device`, which on a GPU takes seconds instead of minutes, one
     module at a time, so that the model needn't fit there."""
-    with torch.device("meta"):  # without memory
+    with init_empty_weights(include_buffers=False):  # parameters without memory
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for module in reversed(list(model.modules())):  # a module comes after those inside it
-        module.to_empty(device=device, recurse=False)
+        for name, empty in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(torch.empty_like(empty, device=device)))
         model._init_weights(module)
         module.cpu()
     model.tie_weights()

@@ -14,7 +14,7 @@ import torch
 import yaml
 from forked_process import run_forked
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from megatrain_accelerate.config import MegatrainConfig
 
@@ -230,26 +230,22 @@ def test_a_new_models_values_are_drawn_one_module_at_a_time(monkeypatch: pytest.
     import train_causal_lm
 
     config = Qwen2Config(**train_causal_lm.MODEL_PRESETS["tiny"])
-    on_device: list[nn.Module] = []
+    left: set[nn.Module] = set()
     most_there: list[int] = []
-    to_empty, to_host = nn.Module.to_empty, nn.Module.cpu
+    initialise, to_host = Qwen2ForCausalLM._init_weights, nn.Module.cpu
 
-    def to_device(module: nn.Module, *, device: str, recurse: bool) -> nn.Module:
-        on_device.append(module)
-        to_empty(module, device=device, recurse=recurse)
-        most_there.append(sum(p.numel() for m in on_device for p in m.parameters(recurse=False)))
-        return module
+    def noting(model: nn.Module, module: nn.Module) -> None:
+        there = (p for one in model.modules() if one not in left for p in one.parameters(recurse=False) if not p.is_meta)
+        most_there.append(sum(p.numel() for p in there))
+        initialise(model, module)
 
-    def leave(module: nn.Module) -> nn.Module:
-        on_device.remove(module)
-        return to_host(module)
-
-    monkeypatch.setattr(nn.Module, "to_empty", to_device)
-    monkeypatch.setattr(nn.Module, "cpu", leave)
+    monkeypatch.setattr(Qwen2ForCausalLM, "_init_weights", noting)
+    monkeypatch.setattr(nn.Module, "cpu", lambda module: left.add(module) or to_host(module))
     model = train_causal_lm.random_model(config, "cpu")  # which stands in for a GPU
+    most = max(most_there)
     stock = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    assert max(most_there) == config.vocab_size * config.hidden_size == max(p.numel() for p in stock.parameters())
-    assert on_device == []
+    assert most == config.vocab_size * config.hidden_size == max(p.numel() for p in stock.parameters())
+    assert left == set(model.modules())
     assert model.lm_head.weight is model.model.embed_tokens.weight
     for ours, theirs in ((model.named_buffers(), stock.named_buffers()), (model.named_parameters(), stock.named_parameters())):
         for (name, value), (stock_name, stock_value) in zip(ours, theirs, strict=True):
