@@ -327,6 +327,24 @@ def test_another_model_that_computes_gets_the_memory(engines: Any) -> None:
     loss.backward()
 
 
+@pytest.mark.parametrize(("setting", "forwards"), [("auto", 2), ("resident", 1)])
+def test_another_model_holds_nothing_while_a_backward_is_to_come(engines: Any, setting: str, forwards: int) -> None:
+    policy, _ = engines()
+    reference, engine = engines(evaluation_weights=setting, gpu_memory_gib=1)
+
+    def evaluate() -> int:
+        with torch.no_grad():
+            for _ in range(forwards):
+                reference(input_ids=PROMPT)
+        return held(engine)
+
+    assert evaluate() == 6
+    loss = policy(input_ids=PROMPT, labels=PROMPT).loss
+    assert evaluate() == 0
+    loss.backward()
+    assert evaluate() == 6
+
+
 def test_memory_that_is_not_there_is_no_error(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, engine = engines(evaluation_weights="resident")
     whole, _ = engines(evaluation_weights="stream")
