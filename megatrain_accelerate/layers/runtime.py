@@ -212,7 +212,8 @@ class StreamingRuntime:
     def run_layer(self, layer: StreamedLayer, _: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """The forward of a layer's proxy. The second argument is the proxy, the layer's module itself."""
         if self.fake_run is not None:
-            return with_copies(functools.partial(self.fake_run, layer), *without_caches(args, kwargs))
+            arguments = without_caches(args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
+            return with_copies(functools.partial(self.fake_run, layer), *arguments)
         has_graph = torch.is_grad_enabled()
         if not has_graph and layer.index in self._plain_slots:
             with bound(layer, self._plain_slots[layer.index].views(layer.unit.layout)):
