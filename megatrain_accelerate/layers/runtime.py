@@ -548,15 +548,15 @@ class StreamingRuntime:
         self.states_on_device.place([])
         for handle in self._handles:
             handle.remove()
-        for closed in (self.outside, self.offloader, self.activations, self.norms):
+        for closed in (self.outside, self.offloader, self.activations, self.norms, self.piece_sums):
             closed.close()
         for unit in self.units:
             unit.release()
         # Frees their memory: an optimizer that outlives the engine holds the runtime through its driver.
         self.prefetcher.close()
         self.expert_streams.prefetcher.close()
-        for layer in (*self.layers, *self.experts):
-            layer.release()
+        for owner in self.unit_owners:
+            owner.release()
         self._states.clear()
         self._owners.clear()
         self.offloader.slots.clear()

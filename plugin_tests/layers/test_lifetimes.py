@@ -25,10 +25,12 @@ from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
-def prepared(schedule: str = "deferred", **changes: object) -> tuple[nn.Module, Engine, torch.optim.AdamW]:
+def prepared(
+    schedule: str = "deferred", micro_batch_size: int | None = None, **changes: object
+) -> tuple[nn.Module, Engine, torch.optim.AdamW]:
     model = tiny_model(**changes).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine = attach(model, bf16=False)
+    engine = attach(model, bf16=False, micro_batch_size=micro_batch_size)
     adopt_optimizer(optimizer, engine.runtime, schedule)
     return model, engine, optimizer
 
@@ -66,17 +68,19 @@ def test_a_closed_engine_leaves_plain_weights_in_full_precision() -> None:
         assert torch.equal(parameter.detach(), before[name]), name
 
 
-def test_the_slots_of_a_closed_engine_go_though_its_optimizer_lives() -> None:
-    model, engine, optimizer = prepared()
+def test_the_device_memory_of_a_closed_engine_goes_though_its_optimizer_lives() -> None:
+    model, engine, optimizer = prepared(micro_batch_size=1)
     loss_of(model, token_batches(1)[0]).backward()
     optimizer.step()
     slots = [weakref.ref(slot) for slot in engine.runtime.prefetcher.slots]
+    sums = weakref.ref(engine.runtime.piece_sums.buffer)
+    weights = [weakref.ref(weight) for group in engine.runtime.groups for weight in group._device_weights]
     states = [weakref.ref(state) for unit in engine.runtime.units for state in unit.states]
     engine.close()
     del engine
     gc.collect()
     assert optimizer.state
-    assert not any(found() is not None for found in (*slots, *states))
+    assert not any(found() is not None for found in (*slots, *states, *weights, sums))
 
 
 def test_layer_inputs_die_with_backward_not_with_the_loss() -> None:
