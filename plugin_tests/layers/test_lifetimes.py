@@ -17,6 +17,7 @@ from forked_process import run_forked
 from layer_uses import leases_ended
 from plain_torch import tiny_model, token_batches
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain_accelerate.engine import Engine, all_engines
 from megatrain_accelerate.errors import StateError, UnsupportedError
@@ -66,6 +67,21 @@ def test_a_closed_engine_leaves_plain_weights_in_full_precision() -> None:
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.float32
         assert torch.equal(parameter.detach(), before[name]), name
+
+
+def test_a_closed_engine_brings_buffers_back_unless_another_model_has_their_module() -> None:
+    model, other = tiny_model(), tiny_model()
+    other.model.rotary_emb = model.model.rotary_emb
+    engines = [attach(model), attach(other)]
+    with FakeTensorMode():
+        on_device = torch.ones(3, device="cuda:0")  # stands for a buffer that adoption has moved
+    places = (model.model.rotary_emb._buffers, model.lm_head._buffers, model.model._buffers)
+    for buffers in places:
+        buffers["moved"] = on_device
+    for engine, expected in zip(engines, ["cuda", "cpu"], strict=True):
+        engine.close()
+        assert [buffers["moved"].device.type for buffers in places] == [expected, "cpu", "cpu"]
+        assert places[1]["moved"] is places[2]["moved"], "one tensor stays one"
 
 
 def test_the_device_memory_of_a_closed_engine_goes_though_its_optimizer_lives() -> None:
