@@ -8,7 +8,7 @@ import logging
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -67,6 +67,15 @@ def all_engines() -> list[Engine]:
 def prepared_models() -> list[tuple[nn.Module, Engine]]:
     """The prepared models that are alive, with their engines."""
     return list(_engines.items())
+
+
+def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Moves the modules' own buffers. One that several modules share stays one tensor."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in modules:
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = moved.setdefault(id(buffer), buffer.to(device))
 
 
 class Engine:
@@ -202,11 +211,7 @@ class Engine:
             self.device_plan = DevicePlan(self.runtime, config, device, show_plan)
             if training:
                 self._begin_training()
-            moved: dict[int, torch.Tensor] = {}
-            for owner in model.modules():
-                for key, buffer in owner._buffers.items():
-                    if buffer is not None:
-                        owner._buffers[key] = moved.setdefault(id(buffer), buffer.to(self.device))
+            _move_buffers(model.modules(), self.device)
             self._hook(model, discovery)
             self._make_logits_wait(model)
         except BaseException:
@@ -442,7 +447,8 @@ class Engine:
         return dict(bytes_by_kind)
 
     def close(self) -> None:
-        """Detaches the engine, if it isn't closed yet, and leaves a plain model with full-precision weights in host memory."""
+        """Detaches the engine, if it isn't closed yet, and leaves a plain model in host memory, with full-precision weights.
+        Buffers of modules that another prepared model has, too, stay where they are."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -460,3 +466,6 @@ class Engine:
         self.kernels.close()
         for model in [model for model, engine in _engines.items() if engine is self]:
             del _engines[model]
+            if self.device.type != "meta":
+                used = {module for other in _engines for module in other.modules()}
+                _move_buffers((module for module in model.modules() if module not in used), torch.device("cpu"))

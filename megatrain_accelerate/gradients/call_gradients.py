@@ -63,6 +63,9 @@ class GradientSums:
         self.user = weakref.ref(sums := LayerSums(layout, self.buffer))
         return sums
 
+    def close(self) -> None:
+        self.buffer = None
+
 
 class Backward:
     """One backward that is under way (a graph task of autograd), with its gradients that wait for others to be added."""

@@ -43,6 +43,10 @@ class Exchange:
         self._sent, self._received = (torch.zeros(size, dtype=torch.uint8, device=streams.device) for size in sizes)
         self._made_event, self._means_event = streams.event(), streams.event()
 
+    def close(self) -> None:
+        """Drops the buffers. Nothing may be exchanged afterwards."""
+        self._sent = self._received = torch.empty(0, dtype=torch.uint8)
+
     @staticmethod
     def buffer_bytes(layouts: Iterable[FlatLayout], ranks: int) -> tuple[int, int]:
         """Bytes of the send buffer, which holds a bucket, and of the receive buffer, which holds a bucket or the largest share

@@ -243,6 +243,8 @@ class GradientOffloader:
         for buffers in (self._staging, self.passing_buffers):
             if buffers is not None:
                 buffers.close()
+        if self.exchange is not None:
+            self.exchange.close()
 
 
 class UnitGradients:

@@ -1,9 +1,11 @@
-"""Key-value caches stay out of training forwards: the recompute in backward would update them a second time."""
+"""Key-value caches among a call's arguments. They stay out of training forwards: the recompute in backward would update them a
+second time."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +35,34 @@ def without_caches(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     if not instead and True not in is_cache:  # nothing is copied
         return args, kwargs
     return tuple(None if flag else value for flag, value in zip(is_cache, args, strict=True)), {**kwargs, **instead}
+
+
+def tensors_in_caches(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors in key-value caches (or states) among a forward's arguments, whatever the caches' class."""
+    found: dict[int, Any] = {}
+    todo: list[Any] = [inputs.get(name) for name in CACHE_ARGUMENTS]
+    while todo:
+        value = todo.pop()
+        if id(value) not in found:
+            found[id(value)] = value
+            if isinstance(value, (Mapping, list, tuple)):
+                todo += value.values() if isinstance(value, Mapping) else value
+            elif type(value).__module__.partition(".")[0] == "transformers" and not isinstance(value, type):
+                todo.append(getattr(value, "__dict__", {}))
+    return [value for value in found.values() if isinstance(value, torch.Tensor)]
+
+
+def cache_bytes(inputs: Mapping[str, Any]) -> int:
+    """Bytes of the tensors in key-value caches (or states) among a forward's arguments."""
+    return sum(tensor.nbytes for tensor in tensors_in_caches(inputs))
+
+
+def has_cached_tokens(inputs: Mapping[str, Any]) -> bool:
+    """Whether a key-value cache among a forward's arguments holds tokens. A cache of states alone (Mamba's) counts none."""
+    caches: list[Any] = [inputs.get(name) for name in CACHE_ARGUMENTS]
+    with contextlib.suppress(ValueError):  # of transformers, where no layer counts tokens
+        return any(bool(cache.get_seq_length() > 0) for cache in caches if hasattr(cache, "get_seq_length"))
+    return False
 
 
 def caching_modules(model: nn.Module, layers: Collection[nn.Module]) -> Iterator[nn.Module]:

@@ -130,5 +130,9 @@ class ResidentGroup:
             elif not handle.is_shown:
                 handle.show(weight)  # instead of another store's copy, which may be elsewhere
 
+    def release(self) -> None:
+        """Drops the weights on the device, whose parameters have been given back."""
+        self._buffer, self._device_weights = None, []
+
 
 UnitOwner = StreamedLayer | ResidentGroup

@@ -212,7 +212,8 @@ class StreamingRuntime:
     def run_layer(self, layer: StreamedLayer, _: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """The forward of a layer's proxy. The second argument is the proxy, the layer's module itself."""
         if self.fake_run is not None:
-            return with_copies(functools.partial(self.fake_run, layer), *without_caches(args, kwargs))
+            arguments = without_caches(args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
+            return with_copies(functools.partial(self.fake_run, layer), *arguments)
         has_graph = torch.is_grad_enabled()
         if not has_graph and layer.index in self._plain_slots:
             with bound(layer, self._plain_slots[layer.index].views(layer.unit.layout)):
@@ -554,15 +555,15 @@ class StreamingRuntime:
         self.states_on_device.place([])
         for handle in self._handles:
             handle.remove()
-        for closed in (self.outside, self.offloader, self.activations, self.norms):
+        for closed in (self.outside, self.offloader, self.activations, self.norms, self.piece_sums):
             closed.close()
         for unit in self.units:
             unit.release()
         # Frees their memory: an optimizer that outlives the engine holds the runtime through its driver.
         self.prefetcher.close()
         self.expert_streams.prefetcher.close()
-        for layer in (*self.layers, *self.experts):
-            layer.release()
+        for owner in self.unit_owners:
+            owner.release()
         self._states.clear()
         self._owners.clear()
         self.offloader.slots.clear()

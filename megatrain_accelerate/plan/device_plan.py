@@ -140,10 +140,12 @@ class DevicePlan:
 
     def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Called before a forward without gradients. If it doesn't fit beside units and states on the device, they move to the
-        host until the next training forward. If memory is left, streamed layers are held (:mod:`.evaluation_weights`)."""
+        host until the next training forward. If memory is left, streamed layers are held (:mod:`.evaluation_weights`), unless
+        a backward of any model is to come, which needs the memory: the forward before it has given up what was held."""
         if self._runtime.open_forwards:
             return
-        self.evaluation_weights.before_forward(model, inputs)
+        if not forwards_are_open():
+            self.evaluation_weights.before_forward(model, inputs)
         placement = self.current.placement
         if (placement.on_device or placement.states_on_device) and not self._is_displaced and self._device.type == "cuda":
             needed_bytes = self.evaluation_weights.needed_bytes(model, inputs)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain_accelerate.layers.caches import CACHE_ARGUMENTS
+from megatrain_accelerate.layers.caches import CACHE_ARGUMENTS, cache_bytes, has_cached_tokens
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.plan.device_budget import DeviceBudget
 from megatrain_accelerate.plan.fake_step import evaluation_bytes
@@ -33,21 +33,6 @@ def is_next_token(inputs: Mapping[str, Any]) -> bool:
     return is_one and has_cache(inputs)
 
 
-def cache_bytes(inputs: Mapping[str, Any]) -> int:
-    """Bytes of the tensors in key-value caches (or states) among a forward's arguments, whatever the caches' class."""
-    found: dict[int, Any] = {}
-    todo: list[Any] = [inputs.get(name) for name in CACHE_ARGUMENTS]
-    while todo:
-        value = todo.pop()
-        if id(value) not in found:
-            found[id(value)] = value
-            if isinstance(value, (Mapping, list, tuple)):
-                todo += value.values() if isinstance(value, Mapping) else value
-            elif type(value).__module__.partition(".")[0] == "transformers" and not isinstance(value, type):
-                todo.append(getattr(value, "__dict__", {}))
-    return sum(value.nbytes for value in found.values() if isinstance(value, torch.Tensor))
-
-
 class EvaluationWeights:
     """Chooses the layers that are held between forwards without gradients: as many as fit beside what a forward needs, with
     its caches counted twice so that they can grow. With ``auto`` it holds layers from a generation's first forward on, and
@@ -62,18 +47,23 @@ class EvaluationWeights:
         self._is_full = self._is_warned = self._is_warned_of_experts = False
 
     def needed_bytes(self, model: nn.Module, inputs: Mapping[str, Any]) -> int:
-        """Predicted device bytes of the largest forward without gradients so far, including this one. 0 if unknown."""
+        """Predicted device bytes of the largest forward without gradients so far, including this one, with caches as large as
+        any so far, besides what its own caches hold already. 0 if unknown."""
         given = frozenset(name for name, value in inputs.items() if value is not None)
         evaluated = self._evaluated.get(given, BatchExtent())
-        # The next token isn't predicted: it needs less than its prompt, can't run without its cache, and its mask grows.
-        if not is_next_token(inputs) and not evaluated.covers(extent := BatchExtent.of(inputs)):
+        # What follows a prompt isn't predicted: it needs less than that, and its mask grows from token to token.
+        is_begun = is_next_token(inputs) or has_cached_tokens(inputs)
+        if not is_begun and not evaluated.covers(extent := BatchExtent.of(inputs)):
             self._evaluated[given] = evaluated.union(extent)
             try:
-                needed_bytes = evaluation_bytes(model, self._runtime, inputs, self._runtime.streams.device)
+                needed_bytes, filled_bytes = evaluation_bytes(model, self._runtime, inputs, self._runtime.streams.device)
                 self._needed_bytes = max(self._needed_bytes, needed_bytes)
+                self._cache_bytes = max(self._cache_bytes, filled_bytes)
             except Exception as error:  # a model whose code reads values can't run on fake tensors
                 logger.info("megatrain: an evaluation's memory can't be predicted for this model (%s)", error)
-        return self._needed_bytes
+        allocated_bytes = cache_bytes(inputs)
+        self._cache_bytes = max(self._cache_bytes, allocated_bytes)
+        return self._needed_bytes and self._needed_bytes + self._cache_bytes - allocated_bytes
 
     def before_forward(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Called before a forward without gradients. Holds more layers if they fit, or gives some up if memory is short."""
@@ -88,7 +78,6 @@ class EvaluationWeights:
         if left is not None:
             needed = self.needed_bytes(model, inputs)
             # Caches count twice, as they may be copied to grow: here, and in ``needed`` or, once allocated, in ``left``.
-            self._cache_bytes = max(self._cache_bytes, cache_bytes(inputs))
             spare = (left - needed if needed else left // 2) - self._cache_bytes
         if spare < 0:
             self._is_full |= self._runtime.prefetcher.let_go(-int(spare)) > 0

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.attention_results import AttentionResults
+from megatrain_accelerate.layers.caches import cache_bytes
 from megatrain_accelerate.layers.compiled_layer import without_saving
 from megatrain_accelerate.layers.expert_function import ExpertResults
 from megatrain_accelerate.layers.layer import StreamedLayer
@@ -278,12 +279,17 @@ def profile_step(
     return StepProfile(tuple(profiler.events), peak, costs, profiler.profiles, *way, sums_loss=is_sum)
 
 
-def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> int:
-    """Peak bytes of a forward without gradients, besides the engine's memory. Raises as :func:`profile_step` does."""
+def evaluation_bytes(
+    model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device
+) -> tuple[int, int]:
+    """Peak bytes of a forward without gradients, besides the engine's memory and what the forward adds to caches among its
+    arguments, and the bytes that these caches hold after it. Raises as :func:`profile_step` does."""
     as_they_are = runtime.layers_run_by(StreamedLayer.run)
     with fake_model(model, inputs, device) as (fake_inputs, live), as_they_are, torch.no_grad(), live:
+        bytes_before = cache_bytes(fake_inputs)
         model.forward(**fake_inputs)
-    return live.peak_bytes
+        bytes_after = cache_bytes(fake_inputs)
+    return max(0, live.peak_bytes - (bytes_after - bytes_before)), bytes_after
 
 
 def what_sees_a_batch(model: nn.Module) -> str | None:

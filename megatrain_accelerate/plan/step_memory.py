@@ -5,6 +5,7 @@ are counted as the real code makes them."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import weakref
 from collections import OrderedDict
@@ -21,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from megatrain_accelerate.hooks import HOOKS
 from megatrain_accelerate.layers import token_tiles
 from megatrain_accelerate.layers.attention_results import FLASH, FLEX, attention_flops
+from megatrain_accelerate.layers.caches import CACHE_ARGUMENTS, tensors_in_caches
 from megatrain_accelerate.layers.execution_state import rng_state_restored
 from megatrain_accelerate.layers.nested_tensors import tensors_in
 from megatrain_accelerate.loss.products import runs_on_gpu
@@ -266,7 +268,14 @@ def fake_model(
             values.learn(fake, tensor)
             return fake
 
-        yield tree_map_only(torch.Tensor, without_data, inputs), LiveBytes(weights)
+        fake_inputs = tree_map_only(torch.Tensor, without_data, inputs)
+        for name in CACHE_ARGUMENTS:  # the model writes to caches, so it gets copies
+            if (cache := inputs.get(name)) is not None:
+                fake_inputs[name] = None  # the model makes its own if a cache can't be copied: an offloaded one has a stream
+                with contextlib.suppress(TypeError):
+                    tensors = tensors_in_caches({name: cache})
+                    fake_inputs[name] = copy.deepcopy(cache, {id(tensor): without_data(tensor) for tensor in tensors})
+        yield fake_inputs, LiveBytes(weights)
 
 
 def loss_of(output: Any, device: torch.device) -> torch.Tensor:

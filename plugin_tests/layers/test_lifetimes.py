@@ -17,6 +17,7 @@ from forked_process import run_forked
 from layer_uses import leases_ended
 from plain_torch import tiny_model, token_batches
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from megatrain_accelerate.engine import Engine, all_engines
@@ -26,10 +27,12 @@ from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
-def prepared(schedule: str = "deferred", **changes: object) -> tuple[nn.Module, Engine, torch.optim.AdamW]:
+def prepared(
+    schedule: str = "deferred", micro_batch_size: int | None = None, **changes: object
+) -> tuple[nn.Module, Engine, torch.optim.AdamW]:
     model = tiny_model(**changes).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine = attach(model, bf16=False)
+    engine = attach(model, bf16=False, micro_batch_size=micro_batch_size)
     adopt_optimizer(optimizer, engine.runtime, schedule)
     return model, engine, optimizer
 
@@ -67,17 +70,34 @@ def test_a_closed_engine_leaves_plain_weights_in_full_precision() -> None:
         assert torch.equal(parameter.detach(), before[name]), name
 
 
-def test_the_slots_of_a_closed_engine_go_though_its_optimizer_lives() -> None:
-    model, engine, optimizer = prepared()
+def test_a_closed_engine_brings_buffers_back_unless_another_model_has_their_module() -> None:
+    model, other = tiny_model(), tiny_model()
+    other.model.rotary_emb = model.model.rotary_emb
+    engines = [attach(model), attach(other)]
+    with FakeTensorMode():
+        on_device = torch.ones(3, device="cuda:0")  # stands for a buffer that adoption has moved
+    places = (model.model.rotary_emb._buffers, model.lm_head._buffers, model.model._buffers)
+    for buffers in places:
+        buffers["moved"] = on_device
+    for engine, expected in zip(engines, ["cuda", "cpu"], strict=True):
+        engine.close()
+        assert [buffers["moved"].device.type for buffers in places] == [expected, "cpu", "cpu"]
+        assert places[1]["moved"] is places[2]["moved"], "one tensor stays one"
+
+
+def test_the_device_memory_of_a_closed_engine_goes_though_its_optimizer_lives() -> None:
+    model, engine, optimizer = prepared(micro_batch_size=1)
     loss_of(model, token_batches(1)[0]).backward()
     optimizer.step()
     slots = [weakref.ref(slot) for slot in engine.runtime.prefetcher.slots]
+    sums = weakref.ref(engine.runtime.piece_sums.buffer)
+    weights = [weakref.ref(weight) for group in engine.runtime.groups for weight in group._device_weights]
     states = [weakref.ref(state) for unit in engine.runtime.units for state in unit.states]
     engine.close()
     del engine
     gc.collect()
     assert optimizer.state
-    assert not any(found() is not None for found in (*slots, *states))
+    assert not any(found() is not None for found in (*slots, *states, *weights, sums))
 
 
 def test_layer_inputs_die_with_backward_not_with_the_loss() -> None:

@@ -604,7 +604,7 @@ def test_an_evaluation_that_would_not_fit_moves_layers_off_until_training_goes_o
     for part in (plan, plan.budget):
         monkeypatch.setattr(part, "_device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(evaluation_weights, "evaluation_bytes", lambda *_: 10 * MIB)
+    monkeypatch.setattr(evaluation_weights, "evaluation_bytes", lambda *_: (10 * MIB, 0))
     free = {"bytes": 100 * MIB}
     for module, name in ((device_plan, "free_bytes"), (device_budget, "free_bytes"), (device_budget, "whole_free_bytes")):
         monkeypatch.setattr(module, name, lambda _: free["bytes"])
@@ -643,9 +643,9 @@ def test_memory_that_another_will_take_again_stays_free(monkeypatch: pytest.Monk
 
 def test_an_evaluation_is_predicted_to_make_its_logits_whole() -> None:
     run = planned(200)
-    inputs = {"input_ids": batch()}
+    inputs = {"input_ids": batch(), "use_cache": False}
     run.model.eval()
-    predicted = evaluation_weights.evaluation_bytes(run.model, run.engine.runtime, inputs, run.engine.device)
+    predicted, _ = evaluation_weights.evaluation_bytes(run.model, run.engine.runtime, inputs, run.engine.device)
     logits = batch().numel() * 512 * 2
     assert logits < predicted < 5 * logits
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,12 +16,13 @@ from pairs import long_unless
 from peft import LoraConfig, get_peft_model
 from plain_torch import tiny_model, token_batches
 from torch import nn
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
 
 from megatrain_accelerate.engine import Engine
+from megatrain_accelerate.layers.caches import cache_bytes
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.plan import evaluation_weights
-from megatrain_accelerate.plan.evaluation_weights import cache_bytes, is_next_token
+from megatrain_accelerate.plan.evaluation_weights import is_next_token
 from megatrain_accelerate.units import GIB, MIB
 
 pytestmark = pytest.mark.usefixtures("profiled_once")
@@ -105,7 +107,7 @@ def test_auto_holds_nothing_where_memory_is_not_planned_with(engines: Any) -> No
 def spare_layers(monkeypatch: pytest.MonkeyPatch, engine: Engine, count: float) -> None:
     """There is room for so many layers beside the two slots, the embeddings, and an evaluation of 1 MiB."""
     plan = engine.device_plan
-    monkeypatch.setattr(evaluation_weights, "evaluation_bytes", lambda *_: MIB)
+    monkeypatch.setattr(evaluation_weights, "evaluation_bytes", lambda *_: (MIB, 0))
     one = layer_bytes(engine) // 6
     taken = sum(plan.budget.held_bytes_by_kind().values()) - held(engine) * one
     monkeypatch.setattr(plan.budget, "whole_bytes", lambda: int(taken + MIB + count * one))
@@ -157,6 +159,27 @@ def test_a_growing_cache_makes_layers_leave(engines: Any, monkeypatch: pytest.Mo
     assert counts[-1] < 6
     assert counts == sorted(counts, reverse=True)
     assert one < 240 * 2 * 2 * 2 * 16 * 6 * 2
+
+
+@pytest.mark.parametrize("make_cache", [DynamicCache, functools.partial(StaticCache, max_cache_len=128)])
+def test_layers_are_held_beside_the_cache_that_a_prompt_fills(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, make_cache: Callable[..., Any]
+) -> None:
+    model, engine = engines(evaluation_weights="auto")
+    ids, cache = token_batches(1, batch=4, length=96)[0], make_cache(config=model.config)
+    inputs = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
+    plan, one = engine.device_plan, layer_bytes(engine) // 6
+    needed, filled = evaluation_weights.evaluation_bytes(model, engine.runtime, inputs, engine.device)
+    assert cache.get_seq_length() == 0, "what was predicted is a copy"
+    room = {"left": int(needed + 2 * filled + 3.5 * one)}
+    monkeypatch.setattr(plan.budget, "left_bytes", lambda: room["left"] - held(engine) * one)
+    with torch.no_grad():
+        model(**inputs)
+        assert cache_bytes(inputs) == filled > 2 * one
+        assert held(engine) == 3
+        room["left"] -= filled  # as the allocator tells on a GPU
+        model(**{**inputs, "input_ids": ids[:, :1]})
+    assert held(engine) == 3, "the next token gives none up, and takes no more"
 
 
 PLACED = [{}, {"kept_layers": 2, "offloaded_layers": 2}, {"device_layers": 1}]
@@ -327,6 +350,24 @@ def test_another_model_that_computes_gets_the_memory(engines: Any) -> None:
     loss.backward()
 
 
+@pytest.mark.parametrize(("setting", "forwards"), [("auto", 2), ("resident", 1)])
+def test_another_model_holds_nothing_while_a_backward_is_to_come(engines: Any, setting: str, forwards: int) -> None:
+    policy, _ = engines()
+    reference, engine = engines(evaluation_weights=setting, gpu_memory_gib=1)
+
+    def evaluate() -> int:
+        with torch.no_grad():
+            for _ in range(forwards):
+                reference(input_ids=PROMPT)
+        return held(engine)
+
+    assert evaluate() == 6
+    loss = policy(input_ids=PROMPT, labels=PROMPT).loss
+    assert evaluate() == 0
+    loss.backward()
+    assert evaluate() == 6
+
+
 def test_memory_that_is_not_there_is_no_error(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, engine = engines(evaluation_weights="resident")
     whole, _ = engines(evaluation_weights="stream")
@@ -443,7 +484,7 @@ def test_what_a_generation_needs_is_predicted_from_its_prompt_and_only_once(
     predicted: list[int] = []
     predict = evaluation_weights.evaluation_bytes
 
-    def noting(model: nn.Module, runtime: Any, inputs: Any, device: torch.device) -> int:
+    def noting(model: nn.Module, runtime: Any, inputs: Any, device: torch.device) -> tuple[int, int]:
         predicted.append(inputs["input_ids"].shape[1])
         return predict(model, runtime, inputs, device)
 
@@ -472,7 +513,7 @@ def test_an_evaluation_is_predicted_to_need_what_the_largest_forward_so_far_need
     model = tiny_model(vocab_size=4096).eval()
     engine = attach(model, gpu_memory_gib=1)
     forwards = [{"input_ids": torch.ones(rows, length, dtype=torch.long), **more} for rows, length, more in (earlier, later)]
-    alone = [evaluation_weights.evaluation_bytes(model, engine.runtime, inputs, engine.device) for inputs in forwards]
+    alone = [evaluation_weights.evaluation_bytes(model, engine.runtime, inputs, engine.device)[0] for inputs in forwards]
     found = [engine.device_plan.evaluation_weights.needed_bytes(model, inputs) for inputs in forwards]
     assert found == [alone[0], max(alone)]
     engine.close()
