@@ -216,6 +216,20 @@ def test_a_frozen_layer_between_trained_ones_gives_its_slot_back_in_its_turn() -
     assert leases_ended("cuda") == [3, 2, 1, 0], "a device without an index is that of tensors with one"
 
 
+def test_weights_loaded_right_after_a_forward_without_gradients_are_not_those_that_it_computes_with() -> None:
+    model = tiny_model(num_hidden_layers=6)
+    engine = attach(model, device="cuda", evaluation_weights="stream")
+    ids = token_batches(1)[0].cuda()
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits.clone()
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(lambda *_: torch.cuda._sleep(SLEEP_CYCLES))
+        found = model(input_ids=ids).logits  # layers that are still to be fetched when it returns
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    assert torch.equal(found, expected)
+    engine.close()
+
+
 def test_evaluation_and_generation_stream_and_agree_with_plain_pytorch() -> None:
     model = tiny_model()
     plain = copy.deepcopy(model).bfloat16().cuda().eval()
