@@ -23,6 +23,7 @@ from megatrain_accelerate.kernels.device import can_step_on
 from megatrain_accelerate.layers.micro_batches import rows_of
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.runtime import StreamingRuntime, forwards_are_open
+from megatrain_accelerate.layers.saved_tensors import innermost_hooks
 from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.plan.device_budget import DeviceBudget
 from megatrain_accelerate.plan.evaluation_weights import EvaluationWeights
@@ -67,8 +68,13 @@ _EAGER_FLOPS = 3.5e14
 """FLOP/s of uncompiled layers on an H200. A slower GPU saves more seconds than this estimate says."""
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _hidden_from_hooks() -> contextlib.AbstractContextManager[Any]:
+    """Hides what the body's runs save from hooks around it: a checkpoint around the whole model would count their tensors."""
+    return (
+        contextlib.nullcontext()
+        if innermost_hooks() is None
+        else saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
+    )
 
 
 class DevicePlan:
@@ -183,7 +189,7 @@ class DevicePlan:
         self._note(batches=self.current.batches + len(extents), tokens=tokens)
         # All ranks decide by what all have gathered, so that they take the same branch.
         if any(resumes or not planned.covers(extent) for *_, planned, resumes in of_ranks):
-            with saved_tensors_hooks(_unchanged, _unchanged):  # a user's, a checkpoint's say, don't see runs of the plan
+            with _hidden_from_hooks():
                 if ranks is None:
                     self._plan(model, inputs, extent, sizes)
                 else:
