@@ -24,7 +24,7 @@ import torch
 from megatrain_accelerate.gradients import buffers, clipping, offload
 from megatrain_accelerate.layers import runtime, saved_tensors
 from megatrain_accelerate.optim import fused_step
-from megatrain_accelerate.store import device_states, step_worker, unit
+from megatrain_accelerate.store import device_states, parameter, step_worker, unit
 from megatrain_accelerate.transfer import activation_offload, prefetch, streams
 
 COMPUTE, H2D, D2H, STEP, ARRIVING = "compute", "h2d", "d2h", "step", "arriving"
@@ -244,6 +244,18 @@ class Checker:
                 self.note(state.parameter.data, False, COMPUTE, "computes with a resident")
 
         self._around(runtime.StreamingRuntime, "before_group_use", after=used)
+
+        def filled(handle: Any, weights: torch.Tensor) -> None:
+            self.note(weights, False, H2D, "fetches a resident's host weights")
+            self.note(handle.parameter.data, True, H2D, "fills a resident")
+
+        self._around(parameter.ParamHandle, "fill", before=filled)
+
+        def loaded(_: Any, at: Any, *__: Any) -> None:
+            for layer in at.layers:
+                self.on_thread(layer.unit.weights, True, "loads host weights")
+
+        self._around(runtime.StreamingRuntime, "begin_loading", after=loaded)
 
     def _watch_steps(self) -> None:
         def on_host(_: Any, states: Any, *__: Any) -> None:

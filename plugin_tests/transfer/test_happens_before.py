@@ -81,7 +81,7 @@ def loads(run: Training) -> None:
 FETCHES, SENDS = "fetches host weights", "sends gradients"
 BACKWARD: dict[str, Any] = {"schedule": "backward"}
 SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
-    "plain": ({}, {}, {FETCHES, SENDS, "steps host weights", "reads norms", "computes with a resident"}),
+    "plain": ({}, {}, {FETCHES, SENDS, "steps host weights", "reads norms", "computes with a resident", "fills a resident"}),
     "three slots": ({"slots": 3}, {}, {FETCHES}),
     "accumulation": ({}, {"backwards": 3}, {FETCHES, "adds to host gradients"}),
     "steps in backward": (BACKWARD, {"clips": False}, {"steps host weights"}),
@@ -97,7 +97,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     "forward without gradients in a graph": ({}, {"in_graph": without_gradients}, {FETCHES}),
     "the same, steps in backward": (BACKWARD, {"in_graph": without_gradients, "clips": False}, {FETCHES}),
     "forward without gradients before a step": ({}, {"before_step": without_gradients, "clips": False}, {FETCHES}),
-    "loaded weights before a step": ({}, {"before_step": loads, "clips": False}, {FETCHES}),
+    "loaded weights before a step": ({}, {"before_step": loads, "clips": False}, {"loads host weights"}),
     "held": ({"evaluation_weights": "resident"}, {"before_step": without_gradients}, {FETCHES}),
     "two backwards": ({"kept_layers": LAYERS}, {"twice": True}, {FETCHES, SENDS}),
 }
@@ -119,6 +119,13 @@ def no_wait(*_: Any) -> None: ...
 
 WAITS: dict[str, tuple[Any, str, str, str]] = {
     "before a step, for fetches": (StreamingRuntime, "wait_for_fetches", "forward without gradients before a step", FETCHES),
+    "before loading, for fetches": (
+        StreamingRuntime,
+        "wait_for_fetches",
+        "loaded weights before a step",
+        "loads host weights",
+    ),
+    "of kernels for residents": (Recorded, "wait_event", "plain", "fills a resident"),
     "of kernels for copies": (Recorded, "wait_event", "plain", "computes with a slot"),
     "of copies for kernels": (Recorded, "wait_event", "plain", "fills a slot"),
     "of gradients for kernels": (Recorded, "wait_event", "plain", "fills a gradient slot"),
