@@ -13,7 +13,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from engine_runs import masters_of
 from forked_process import run_forked
 from pairs import long_unless
@@ -274,7 +274,7 @@ def test_several_gpus_read_the_states_that_accelerate_loads_on_the_host(
         model = make_model(0)
         accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
         accelerator.save_state(str(tmp_path))
-        for name, value in {"num_processes": 2, "multi_device": True}.items():
+        for name, value in {"num_processes": 2, "distributed_type": DistributedType.MULTI_GPU}.items():
             monkeypatch.setattr(Accelerator, name, value)
         monkeypatch.setattr(accelerate.accelerator, "load_accelerator_state", noting_all)
         monkeypatch.setattr(torch, "load", noting)
