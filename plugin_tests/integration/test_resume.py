@@ -274,8 +274,9 @@ def test_several_gpus_read_the_states_that_accelerate_loads_on_the_host(
         model = make_model(0)
         accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
         accelerator.save_state(str(tmp_path))
-        for name, value in {"num_processes": 2, "distributed_type": DistributedType.MULTI_GPU}.items():
-            monkeypatch.setattr(Accelerator, name, value)
+        several = {"num_processes": 2, "distributed_type": DistributedType.MULTI_GPU, "multi_device": True}
+        for name, value in several.items():
+            monkeypatch.setattr(Accelerator, name, value, raising=False)  # Accelerate 0.34 has no multi_device
         monkeypatch.setattr(accelerate.accelerator, "load_accelerator_state", noting_all)
         monkeypatch.setattr(torch, "load", noting)
         accelerator.load_state(str(tmp_path))
