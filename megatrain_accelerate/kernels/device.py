@@ -22,6 +22,10 @@ _CHUNK = 4 * _BLOCK
 """Elements that one Triton program steps."""
 _PIECE_ELEMENTS = 1 << 24
 """Elements that masters are split or joined at a time: with up to 16 bytes of temporaries each, 256 MiB."""
+_LOGITS_BLOCK = 16384
+_LOGITS_OF_A_WARP = 1024
+"""Logits that a program (of 16 warps), or one of its warps, holds at a time. A multiprocessor has registers for few such
+programs, so that the rows under way stay in the device's cache until the second pass over them."""
 _launches = threading.Lock()
 """Serialises launches: two threads step on the device, and the first launch compiles."""
 
@@ -61,6 +65,27 @@ def mean_of_rows(rows: torch.Tensor, target: torch.Tensor) -> None:
     for row in rows[1:]:
         total += row
     target.copy_(total.mul_(1 / len(rows)))
+
+
+def cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, smoothing: float, wanted: bool
+) -> torch.Tensor:
+    """Returns the cross entropy (n, fp32) of each token, of which ``target`` (n) has the label or the ``ignore_index``, with
+    label ``smoothing``. Overwrites contiguous ``logits`` (n, V) by their gradient if ``wanted``. It needs Triton and valid
+    labels, and is issued on the current stream."""
+    from megatrain_accelerate.kernels import triton_cross_entropy
+
+    count, vocabulary = logits.shape
+    assert logits.is_contiguous()
+    losses = torch.empty(count, dtype=torch.float32, device=logits.device)
+    block = min(_LOGITS_BLOCK, 1 << (vocabulary - 1).bit_length())
+    arguments = (logits, target.contiguous(), losses, vocabulary, ignore_index, smoothing)
+    options = {"HAS_SMOOTHING": smoothing != 0, "WANTED": wanted, "BLOCK": block}
+    if count:
+        with _launches, torch.cuda.device_of(logits):
+            kernel: Any = triton_cross_entropy.cross_entropy
+            kernel[(count,)](*arguments, **options, num_warps=max(1, block // _LOGITS_OF_A_WARP))
+    return losses
 
 
 def _in_pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -1,7 +1,8 @@
 """Computes the cross entropy of a linear head and its gradients by tiles of tokens. One tile of logits exists at a time. Its
 gradient overwrites it. Gradients of hidden states, weight and bias are summed in forward, and backward only scales them.
-Liger Kernel (arXiv 2410.10989) and Cut Cross-Entropy (arXiv 2411.09009) fuse loss and head, too. Here the element-wise part is
-the user's own chain of torch operations. Shapes: N tokens, V vocabulary, D hidden, n tokens of a tile."""
+Liger Kernel (arXiv 2410.10989) and Cut Cross-Entropy (arXiv 2411.09009) fuse loss and head, too. Here one kernel turns
+half-precision logits into their gradient. If more than a conversion to fp32 comes between head and loss, the user's own chain
+of torch operations runs instead. Shapes: N tokens, V vocabulary, D hidden, n tokens of a tile."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.profiler import record_function
 
+from megatrain_accelerate.kernels.device import can_step_on, cross_entropy
 from megatrain_accelerate.layers import token_tiles
-from megatrain_accelerate.loss.products import add_product, parts
+from megatrain_accelerate.loss.products import add_product, parts, runs_on_gpu
 from megatrain_accelerate.units import MIB
 
 TILE_BYTES = 512 * MIB
@@ -24,7 +27,7 @@ MIN_TILE_TOKENS = 512
 """The smallest number of tokens in a tile, however large the vocabulary."""
 
 STRIP_BYTES = 256 * MIB
-"""Bytes of a strip's logits in fp32. A tile's loss is computed by strips, since it needs three such tensors at once."""
+"""Bytes of a strip's logits in fp32. A chain of operations runs by strips, since it needs three such tensors at once."""
 
 _TOKENS_MULTIPLE = 128
 
@@ -79,6 +82,9 @@ class TiledCrossEntropy(torch.autograd.Function):
         buffer = hidden.new_empty(step, vocabulary)
         total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         loss_dtype = sum_dtype
+        if hidden.is_cuda:  # as torch's own kernel does: without waiting for the device
+            is_label = (target >= 0) & (target < vocabulary)
+            torch._assert_async((is_label | (target == options["ignore_index"])).all(), "a label is outside the vocabulary")
         for begin in token_tiles.tiles(range(0, max(1, count), step)):  # without tokens an empty tile, for the dtype
             tile = slice(begin, min(begin + step, count))
             logits, tokens = buffer[: tile.stop - begin], hidden[tile]
@@ -129,6 +135,9 @@ def loss_to_gradient(
     wanted: bool,
 ) -> torch.dtype:
     """Adds the loss to ``total``, and overwrites ``logits`` (n, V) by its gradient if wanted. Returns the loss's dtype."""
+    if _is_fused(logits, chain):
+        total += _fused(logits, target, options, wanted).sum()
+        return torch.float32
     step = strip_tokens(logits.shape[1])
     dtype = logits.dtype
     for begin in token_tiles.tiles(range(0, max(1, len(logits)), step)):
@@ -146,3 +155,21 @@ def loss_to_gradient(
             (gradient,) = torch.autograd.grad(loss, leaf)
             logits[strip] = gradient
     return dtype
+
+
+def _is_fused(logits: torch.Tensor, chain: Sequence[Operation]) -> bool:
+    """Whether one kernel does all: on a GPU with Triton (a fake one has it), if half-precision logits are only converted to
+    fp32, as in Transformers. Their rounding is far larger than what the order of the kernel's sums changes."""
+    if not (runs_on_gpu(logits) and logits.dtype in (torch.bfloat16, torch.float16)):
+        return False
+    has_triton = can_step_on(logits.device) if logits.is_cuda else True
+    kinds = [(operation.function, operation.args, operation.kwargs.get("dtype")) for operation in chain]
+    return has_triton and kinds == [(torch.ops.aten._to_copy.default, (), torch.float32)]
+
+
+def _fused(logits: torch.Tensor, target: torch.Tensor, options: dict[str, Any], wanted: bool) -> torch.Tensor:
+    """The loss of each token (n, fp32). Overwrites ``logits`` (n, V) by the gradient if wanted."""
+    if not isinstance(logits, FakeTensor):
+        return cross_entropy(logits, target, options["ignore_index"], options["label_smoothing"], wanted)
+    # What the kernel reads and writes: all logits in its first pass, and both in its second.
+    return (logits.mul_(1) if wanted else logits).sum(1, dtype=torch.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -10,9 +12,10 @@ from engine_runs import attach
 from plain_torch import tiny_model
 from torch.nn import functional
 
+from megatrain_accelerate.kernels.device import cross_entropy
 from megatrain_accelerate.loss import products
 from megatrain_accelerate.loss.lazy_logits import LazyLogits, lazy_linear
-from megatrain_accelerate.loss.tiled_cross_entropy import STRIP_BYTES, TILE_BYTES
+from megatrain_accelerate.loss.tiled_cross_entropy import TILE_BYTES
 from megatrain_accelerate.units import MIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -51,7 +54,57 @@ def test_memory_of_the_loss_doesn_t_grow_with_tokens_beyond_hidden_states() -> N
     # The sum in fp32 and the gradient in bf16 of each hidden state, labels and masks; all logits would be 10 GiB more.
     assert many - few <= (32_768 - 8_192) * (HIDDEN * 6 + 64) + 32 * MIB
     sums = VOCABULARY * HIDDEN * 6 + 32_768 * HIDDEN * 6
-    assert many <= TILE_BYTES + 4 * STRIP_BYTES + sums + 64 * MIB
+    # No logits in fp32: one kernel overwrites the tile.
+    assert many <= TILE_BYTES + sums + 64 * MIB
+
+
+@pytest.mark.parametrize("vocabulary", [4, 1_000, 65_536, 151_937], ids="V={}".format)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_one_kernel_gives_torchs_losses_and_gradients(vocabulary: int, dtype: torch.dtype, smoothing: float) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = (4 * torch.randn(37, vocabulary, generator=generator, device="cuda")).to(dtype)
+    labels = torch.randint(0, vocabulary, (37,), generator=generator, device="cuda")
+    labels[::5] = -100
+    logits[1, labels[1]] = 60.0  # a token that is certain: its loss is tiny
+    if not smoothing:
+        logits[2, (labels[2] + 1) % vocabulary] = -torch.inf  # a token that can't come
+    leaf = logits.float().requires_grad_()
+    expected = functional.cross_entropy(leaf, labels, reduction="none", label_smoothing=smoothing)
+    expected.sum().backward()
+    assert leaf.grad is not None
+    untouched = logits.clone()
+    losses = cross_entropy(untouched, labels, -100, smoothing, wanted=False)
+    # Sums in fp32 of up to 150,000 terms, in another order.
+    torch.testing.assert_close(losses, expected.detach(), rtol=3e-6, atol=3e-6)
+    assert torch.equal(untouched, logits)
+    assert torch.equal(cross_entropy(logits, labels, -100, smoothing, wanted=True), losses)
+    # Rounded once, to 8 or 11 bits; values at the border of two roundings may fall to either side.
+    torch.testing.assert_close(logits, leaf.grad.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 2**-10, atol=2**-24)
+    assert not logits[::5].any()
+
+
+def test_losses_and_gradients_are_the_same_in_every_run() -> None:
+    hidden, weight, labels = leaves(8_192)
+    runs = []
+    for _ in range(2):
+        loss = loss_of(lazy_linear(hidden, weight, None, lambda: 0), labels)
+        runs.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+    assert all(map(torch.equal, *runs))
+
+
+def test_a_label_outside_the_vocabulary_is_an_error_as_in_torch() -> None:
+    script = """
+import torch
+from megatrain_accelerate.loss.lazy_logits import lazy_linear
+hidden, weight = (torch.ones(count, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True) for count in (4096, 70000))
+labels = torch.full((4096,), 70000, device="cuda")
+torch.nn.functional.cross_entropy(lazy_linear(hidden, weight, None, lambda: 0).float(), labels).item()
+"""
+    # In a process of its own, since the GPU's context is lost.
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert process.returncode != 0
+    assert "device-side assert" in process.stderr
 
 
 @pytest.mark.parametrize("form", ["of_this_torch", "mm", "rounded"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_runs import attach
 from plain_torch import tiny_model
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -55,6 +56,25 @@ def loss_and_backward(tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, to
         logits = lazy_linear(hidden, weight, None, lambda: 0)
         functional.cross_entropy(torch.tanh(logits / 30.0).float(), labels).backward()
     return live.peak_bytes, largest.elements
+
+
+def test_a_gpus_loss_of_logits_in_fp32_is_planned_as_one_kernel_without_strips() -> None:
+    def live(has_softcap: bool) -> LiveBytes:
+        with FakeTensorMode(), products.standing_for_a_gpu():
+            hidden, weight = (torch.empty(n, HIDDEN, dtype=torch.bfloat16).requires_grad_() for n in (2 * TILE, VOCABULARY))
+            labels = torch.empty(2 * TILE, dtype=torch.long)
+            with LiveBytes([hidden, weight, labels]) as live:
+                logits = lazy_linear(hidden, weight, None, lambda: 0)
+                functional.cross_entropy((torch.tanh(logits) if has_softcap else logits).float(), labels).backward()
+        return live
+
+    by_kernel, by_chain = live(False), live(True)
+    logits_bytes = 2 * 2 * TILE * VOCABULARY
+    # A chain takes as much as four tensors of a strip's logits in fp32.
+    assert by_chain.peak_bytes - by_kernel.peak_bytes == pytest.approx(4 * 4 * VOCABULARY * STRIP, rel=0.05)
+    # All logits are read twice and written once, the chain moves many times as much.
+    assert by_chain.costs.traffic_bytes - by_kernel.costs.traffic_bytes > 5 * logits_bytes
+    assert by_kernel.costs.flops == by_chain.costs.flops
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
