@@ -84,7 +84,8 @@ def cross_entropy(
     if count:
         with _launches, torch.cuda.device_of(logits):
             kernel: Any = triton_cross_entropy.cross_entropy
-            kernel[(count,)](*arguments, **options, num_warps=max(1, block // _LOGITS_OF_A_WARP))
+            warps = max(1, block // _LOGITS_OF_A_WARP)
+            kernel[(count,)](*arguments, **options, num_warps=warps, enable_fp_fusion=False)
     return losses
 
 

@@ -37,6 +37,7 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.attention_results import attention_flops, drop_rate, is_attention, named_arguments
+from megatrain_accelerate.layers.inductor_memory import overwriting_pass
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.nested_tensors import Args, Kwargs, tensors_in
 from megatrain_accelerate.layers.output_recorder import Captures
@@ -289,6 +290,8 @@ class CompiledLayers:
         else:
             # Dropout must draw what the layer's own code draws, which has to repeat the run after a failure.
             options["config_patches"] = {"fallback_random": True}
+            if (overwriting := overwriting_pass()) is not None:
+                options["config_patches"]["_post_fusion_custom_pass"] = overwriting
             if kind.sizes_vary and hasattr(torch._inductor.config.triton, "mix_order_reduction"):
                 # With it Inductor makes graphs for few, more and many tokens, or a single one that slows the shortest most.
                 options["config_patches"]["triton.mix_order_reduction"] = False

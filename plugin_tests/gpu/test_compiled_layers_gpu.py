@@ -103,6 +103,27 @@ def test_a_backward_that_recomputes_is_measured_with_what_it_makes() -> None:
     engine.close()
 
 
+def test_a_recomputed_gated_mlp_overwrites_what_it_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 8192, "max_position_embeddings": 2048}
+    found = {}
+    for overwrites in (True, False):
+        with monkeypatch.context() as patch, fresh_cache():
+            if not overwrites:
+                patch.setattr(compiled_layer, "overwriting_pass", lambda: None)
+            model, engine = prepared(kept_layers=0, device_layers=0, offloaded_layers=0, changes=sizes)
+            for _ in range(2):  # in the first one kernels are tried out on copies
+                loss = loss_of(model, 4, 2048)
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                loss.backward()
+            peak = torch.cuda.max_memory_allocated() - before
+            found[overwrites] = peak, [parameter.grad.clone() for parameter in model.parameters()]
+            engine.close()
+    # Three results of the intermediate size in bf16.
+    assert found[False][0] - found[True][0] == pytest.approx(3 * 2 * 4 * 2048 * 8192, rel=0.15)
+    assert all(map(torch.equal, found[True][1], found[False][1]))
+
+
 @pytest.mark.parametrize("kept", [0, LAYERS])
 def test_backward_doesnt_read_what_forward_left_in_the_slots(kept: int) -> None:
     gradients = []
