@@ -89,9 +89,9 @@ class LayerProfile:
         lean, kept = (max((b for b in self.budgets if b.value <= value), key=lambda b: b.value) for value in (low, high))
 
         def backward_bytes(budget: MemoryBudget) -> int:
-            """Peak of a backward at a budget. All that isn't saved is recomputed before any of it is freed. Kernels write results
-            over what was recomputed, but not over what was saved. So budgets that save more than the smallest one, attention's
-            results, don't lower the peak further."""
+            """Peak of a backward at a budget. All that isn't saved is recomputed before any of it is freed. Kernels write
+            results over what was recomputed, but not over what was saved. So budgets that save more than the smallest one,
+            attention's results, don't lower the peak further."""
             if budget.value == EVERYTHING.value:
                 return self.kept_backward_bytes
             saved_share = min(budget.saved_share, self.budgets[1].saved_share)
