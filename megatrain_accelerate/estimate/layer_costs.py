@@ -53,7 +53,8 @@ class WithoutAttentionDropout(TorchFunctionMode):
 def with_times(profile: LayerProfile, saved: SavedInForward, compiles: bool, machine: Machine) -> LayerProfile:
     """Returns the profile of a call with times and, if the call ``compiles``, with the memory of compiled code. It saves what
     products and attention read or made, and recomputes the rest from that and from the residual stream. Its forward has two
-    more tensors of the output's size in memory. A recompute stops at the last saved tensor."""
+    more tensors of the output's size in memory. A recompute stops at the last saved tensor, and the backward that follows
+    takes the place of what was recomputed (:mod:`megatrain_accelerate.layers.inductor_memory`)."""
 
     def seconds(costs: OpCosts) -> float:
         products = (costs.flops - costs.attention_flops) / PRODUCTS + costs.attention_flops / ATTENTION
@@ -78,6 +79,6 @@ def with_times(profile: LayerProfile, saved: SavedInForward, compiles: bool, mac
         forward_bytes=forward_bytes,
         kept_forward_bytes=forward_bytes,
         kept_backward_bytes=backward_bytes,
-        recomputed_bytes=max(forward_bytes, kept_bytes + backward_bytes),
+        recomputed_bytes=forward_bytes + saved.score_bytes,
         recompute_seconds=seconds(saved.costs),
     )

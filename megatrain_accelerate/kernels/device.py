@@ -22,10 +22,10 @@ _CHUNK = 4 * _BLOCK
 """Elements that one Triton program steps."""
 _PIECE_ELEMENTS = 1 << 24
 """Elements that masters are split or joined at a time: with up to 16 bytes of temporaries each, 256 MiB."""
-_LOGITS_BLOCK = 16384
-_LOGITS_OF_A_WARP = 1024
-"""Logits that a program (of 16 warps), or one of its warps, holds at a time. A multiprocessor has registers for few such
-programs, so that the rows under way stay in the device's cache until the second pass over them."""
+_LOGITS_BLOCK = 8192
+_LOGITS_OF_A_WARP = 512
+"""Logits that a program (of 16 warps), or one of its warps, holds at a time. Of the sizes that were tried on an H200 these are
+the fastest: 0.51 ms for 1,664 tokens of a vocabulary of 151,936."""
 _launches = threading.Lock()
 """Serialises launches: two threads step on the device, and the first launch compiles."""
 

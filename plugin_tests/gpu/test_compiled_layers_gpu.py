@@ -119,8 +119,9 @@ def test_a_recomputed_gated_mlp_overwrites_what_it_has_read(monkeypatch: pytest.
             peak = torch.cuda.max_memory_allocated() - before
             found[overwrites] = peak, [parameter.grad.clone() for parameter in model.parameters()]
             engine.close()
-    # Three results of the intermediate size in bf16.
-    assert found[False][0] - found[True][0] == pytest.approx(3 * 2 * 4 * 2048 * 8192, rel=0.15)
+    # Three results of the intermediate size in bf16 less at that place, after which others are next to the peak.
+    one = 2 * 4 * 2048 * 8192
+    assert 2 * one <= found[False][0] - found[True][0] <= 3 * one
     assert all(map(torch.equal, found[True][1], found[False][1]))
 
 
