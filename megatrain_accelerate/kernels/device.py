@@ -80,7 +80,7 @@ def cross_entropy(
     losses = torch.empty(count, dtype=torch.float32, device=logits.device)
     block = min(_LOGITS_BLOCK, 1 << (vocabulary - 1).bit_length())
     arguments = (logits, target.contiguous(), losses, vocabulary, ignore_index, smoothing)
-    options = {"HAS_SMOOTHING": smoothing != 0, "WANTED": wanted, "BLOCK": block}
+    options = {"HAS_SMOOTHING": smoothing != 0, "WANTS_GRADIENT": wanted, "BLOCK": block}
     if count:
         with _launches, torch.cuda.device_of(logits):
             kernel: Any = triton_cross_entropy.cross_entropy

@@ -1,7 +1,11 @@
-"""A pass of Inductor's scheduler: a kernel of element-wise operations writes its results over those of its inputs that nobody
-reads afterwards. Inductor itself does so only with inputs that one operation of the kernel reads (``decide_inplace_update`` in
-torch/_inductor/scheduler.py). In the backward of a gated MLP one kernel reads three tensors of the intermediate size, each in
-several operations, and makes three more. Without these a recomputed layer's peak is lower by about a third, at equal bits."""
+"""A pass of Inductor's scheduler: results of a fused element-wise kernel overwrite inputs that nobody reads afterwards.
+
+Inductor itself lets a result overwrite an input only if no other operation still needs that input
+(``decide_inplace_update`` in torch/_inductor/scheduler.py), and it counts operations of the same kernel. In the backward of a
+gated MLP one kernel reads three tensors of the intermediate size, each in several operations, and makes three more. Now these
+need no memory of their own, so that the peak of a recomputed layer falls by about a third. Results are equal bit for bit.
+Inputs of the whole graph, such as what a kept layer saved, are never overwritten.
+"""
 
 from __future__ import annotations
 
@@ -20,27 +24,33 @@ def overwriting_pass() -> Any:
     if not hasattr(torch._inductor.config, "_post_fusion_custom_pass"):
         return None
     base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
+    key = custom_graph_pass.get_hash_for_files(
+        (__file__,)
+    )  # Inductor's cache has other graphs for another version of this file
 
     class Overwrite(base):
         def __call__(self, nodes: list[Any]) -> list[Any]:
             for kernel in nodes:
-                # A version of torch whose scheduler differs compiles without it, too.
-                with contextlib.suppress(AttributeError):
-                    if _is_elementwise(kernel):
-                        _give_inputs_to_writers(kernel)
+                # With another torch, whose scheduler lacks something, the kernel is compiled without the pass.
+                with contextlib.suppress(AttributeError, ImportError, KeyError, TypeError):
+                    if _is_fused_elementwise(kernel):
+                        _let_results_overwrite_inputs(kernel)
             return nodes
 
-        def uuid(self) -> str:
-            return "megatrain_accelerate: element-wise kernels overwrite their inputs"
+        def uuid(self) -> bytes:
+            return key
 
-        def __reduce__(self) -> Any:  # part of the key of Inductor's cache
-            return str, (self.uuid(),)
+        def __reduce__(self) -> Any:  # Inductor pickles its settings as a key of its cache, which a local class can't be
+            return bytes, (key,)
+
+        def __deepcopy__(self, memo: Any) -> Any:  # for copies of Inductor's settings
+            return self
 
     return Overwrite()
 
 
-def _is_elementwise(kernel: Any) -> bool:
-    """Whether these are several operations in one kernel, all of them element-wise."""
+def _is_fused_elementwise(kernel: Any) -> bool:
+    """Whether the kernel has several operations, all of them element-wise."""
     from torch._inductor.scheduler import FusedSchedulerNode
 
     return type(kernel) is FusedSchedulerNode and not any(
@@ -48,23 +58,38 @@ def _is_elementwise(kernel: Any) -> bool:
     )
 
 
-def _give_inputs_to_writers(kernel: Any) -> None:
-    """Makes one operation the only known user of each input that only this kernel reads, so that its result takes the input's
-    place. A kernel reads all that it needs of an element before it writes any of that, if all its operations read the input at
-    the same index, which is checked here."""
+def _let_results_overwrite_inputs(kernel: Any) -> None:
+    """For each input that only this kernel reads, forgets all users but one, so that Inductor lets that one's result overwrite
+    the input. This is safe where all operations read the input at the same index: a kernel loads all that it needs of an
+    element before it stores anything there."""
     parts = {part.get_name(): part for part in kernel.get_nodes()}
-    writers = {name for name, part in parts.items() if _leaves(part, parts)}
+    results = {name: found for name, part in parts.items() if (found := _results_outside(part, parts))}
+    shared = []
     for name in sorted({read.name for read in kernel.read_writes.reads} & kernel.scheduler.name_to_buf.keys()):
         buffer = kernel.scheduler.name_to_buf[name]
-        indices = {at for part in parts.values() for at in part.read_writes.reads_and_writes() if at.name == name}
+        indices = {access for part in parts.values() for access in part.read_writes.reads_and_writes() if access.name == name}
         if len(indices) > 1 or any(user.is_weak or user.get_name() not in parts for user in buffer.users):
             continue
-        writing = [user for user in buffer.users if user.can_inplace and user.get_name() in writers]
-        if len(buffer.users) > 1 and writing:
-            buffer.users = writing[:1]
-            writers.remove(writing[0].get_name())
+        if len(buffer.users) > 1:
+            shared.append(buffer)
+        elif _may_overwrite(
+            buffer.users[0], buffer, results
+        ):  # as Inductor itself decides: each operation overwrites one input
+            del results[buffer.users[0].get_name()]
+    for buffer in shared:
+        if user := next((user for user in buffer.users if _may_overwrite(user, buffer, results)), None):
+            buffer.users = [user]
+            del results[user.get_name()]
 
 
-def _leaves(part: Any, parts: Mapping[str, Any]) -> bool:
-    """Whether a result of the operation leaves the kernel. What only the kernel reads is never written to memory."""
-    return any(user.get_name() not in parts for result in part.get_outputs() for user in result.users)
+def _results_outside(part: Any, parts: Mapping[str, Any]) -> list[Any]:
+    """The results of an operation that leave the kernel. What only the kernel reads is never written to memory."""
+    return [result for result in part.get_outputs() if any(user.get_name() not in parts for user in result.users)]
+
+
+def _may_overwrite(user: Any, buffer: Any, results: Mapping[str, list[Any]]) -> bool:
+    """Whether a result of this user is of the buffer's size and dtype."""
+    from torch._inductor.codegen.wrapper import can_match_buffer_size
+
+    found = results.get(user.get_name(), ())
+    return user.can_inplace and any(can_match_buffer_size(buffer.node, result.node) for result in found)

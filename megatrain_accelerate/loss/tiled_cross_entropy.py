@@ -1,8 +1,8 @@
-"""Computes the cross entropy of a linear head and its gradients by tiles of tokens. One tile of logits exists at a time. Its
-gradient overwrites it. Gradients of hidden states, weight and bias are summed in forward, and backward only scales them.
+"""Computes the cross entropy of a linear head and its gradients by tiles of tokens. One tile of logits exists at a time, which
+its gradient overwrites. Gradients of hidden states, weight and bias are summed in forward, and backward only scales them.
 Liger Kernel (arXiv 2410.10989) and Cut Cross-Entropy (arXiv 2411.09009) fuse loss and head, too. Here one kernel turns
-half-precision logits into their gradient. If more than a conversion to fp32 comes between head and loss, the user's own chain
-of torch operations runs instead. Shapes: N tokens, V vocabulary, D hidden, n tokens of a tile."""
+half-precision logits that are only converted to fp32 into their gradient. In all other cases the user's own chain of torch
+operations runs. Shapes: N tokens, V vocabulary, D hidden, n tokens of a tile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatrain_accelerate.loss.products import add_product, parts, runs_on_gpu
 from megatrain_accelerate.units import MIB
 
 TILE_BYTES = 512 * MIB
-"""Bytes of one tile's logits in the head's dtype. These are enough tokens for the products to be bound by arithmetic."""
+"""Bytes of one tile's logits in the head's dtype: enough tokens that arithmetic bounds the products, not memory."""
 
 MIN_TILE_TOKENS = 512
 """The smallest number of tokens in a tile, however large the vocabulary."""
@@ -50,7 +50,7 @@ def tile_tokens(vocabulary: int, itemsize: int) -> int:
 
 
 def strip_tokens(vocabulary: int) -> int:
-    """Tokens of one strip. Tiles aren't worth it for a batch of no more."""
+    """Tokens of one strip. A batch that fits into one isn't worth tiling."""
     return max(1, STRIP_BYTES // (4 * vocabulary))
 
 
@@ -82,10 +82,10 @@ class TiledCrossEntropy(torch.autograd.Function):
         buffer = hidden.new_empty(step, vocabulary)
         total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         loss_dtype = sum_dtype
-        if hidden.is_cuda:  # as torch's own kernel does: without waiting for the device
+        if hidden.is_cuda:  # checked without waiting for the device, as torch's own kernel does
             is_label = (target >= 0) & (target < vocabulary)
             torch._assert_async((is_label | (target == options["ignore_index"])).all(), "a label is outside the vocabulary")
-        for begin in token_tiles.tiles(range(0, max(1, count), step)):  # without tokens an empty tile, for the dtype
+        for begin in token_tiles.tiles(range(0, max(1, count), step)):  # if there are no tokens, one empty tile, for the dtype
             tile = slice(begin, min(begin + step, count))
             logits, tokens = buffer[: tile.stop - begin], hidden[tile]
             with record_function("megatrain::loss_tile"):
@@ -107,7 +107,7 @@ class TiledCrossEntropy(torch.autograd.Function):
         divisor = None
         if options["reduction"] == "mean":
             # The sums are divided only in backward. Until then a logit's gradient is p - 1 or p, whose rounding to bf16 is
-            # small against 1. A divided one would have the error of the rounded divisor in every token.
+            # small against 1. Divided before, it would be the same wrongly rounded -1 / n at every label.
             divisor = (target != options["ignore_index"]).sum().to(sum_dtype)
             # If all tokens are ignored, the loss is 0 / 0 = nan as in torch, and the gradients are zero.
             total = total / divisor
@@ -158,8 +158,8 @@ def loss_to_gradient(
 
 
 def _is_fused(logits: torch.Tensor, chain: Sequence[Operation]) -> bool:
-    """Whether one kernel does all: on a GPU with Triton (a fake one has it), if half-precision logits are only converted to
-    fp32, as in Transformers. Their rounding is far larger than what the order of the kernel's sums changes."""
+    """Whether one kernel does all: on a GPU with Triton (a fake GPU counts as having it), if half-precision logits are only
+    converted to fp32, as in Transformers. Their rounding is far larger than what the order of the kernel's sums changes."""
     if not (runs_on_gpu(logits) and logits.dtype in (torch.bfloat16, torch.float16)):
         return False
     has_triton = can_step_on(logits.device) if logits.is_cuda else True
@@ -171,5 +171,5 @@ def _fused(logits: torch.Tensor, target: torch.Tensor, options: dict[str, Any], 
     """The loss of each token (n, fp32). Overwrites ``logits`` (n, V) by the gradient if wanted."""
     if not isinstance(logits, FakeTensor):
         return cross_entropy(logits, target, options["ignore_index"], options["label_smoothing"], wanted)
-    # What the kernel reads and writes: all logits in its first pass, and both in its second.
+    # The kernel's memory traffic: one read of all logits, and, for the gradient, another read and a write.
     return (logits.mul_(1) if wanted else logits).sum(1, dtype=torch.float32)
