@@ -1,12 +1,13 @@
 """Finds on the CPU what streams and threads don't order: a read and a write, or two writes, of one memory.
 
-Every stream and every thread has a vector clock: for each of them all, the last of its accesses that surely came before. An
-event carries the clock of the stream that it was recorded on to whoever waits for it, and work that is issued to a stream
-comes after what its thread knew then. Two accesses are ordered if the later one's clock has the earlier one (L. Lamport,
-Time, Clocks, and the Ordering of Events, 1978; C. Flanagan and S. N. Freund, FastTrack, PLDI 2009).
+Every stream and every thread has a vector clock: for every stream and thread, the number of its last access that surely came
+before. An event carries the clock of the stream that it was recorded on to whoever waits for it, and work that is issued to a
+stream comes after what its thread knew then. Two accesses are ordered if the later one's clock contains the earlier one's
+number (L. Lamport, Time, Clocks, and the Ordering of Events, 1978; C. Flanagan and S. N. Freund, FastTrack, PLDI 2009).
 
-The CPU stand-in's events are over when they are recorded, so that a missing wait changes no number there. Here ``query()`` is
-False unless the thread has waited.
+On the CPU work is over as soon as it is issued, so that a missing wait changes no number there: hence this checker. With it
+``query()`` is False unless the thread has waited, so that nothing can rely on work that only happened to be over. All threads
+but the step worker count as one. Memory is known by its address.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatrain_accelerate.gradients import buffers, clipping, offload
 from megatrain_accelerate.layers import runtime, saved_tensors
 from megatrain_accelerate.optim import fused_step
 from megatrain_accelerate.store import device_states, parameter, step_worker, unit
-from megatrain_accelerate.transfer import activation_offload, prefetch, streams
+from megatrain_accelerate.transfer import activation_offload, meter, prefetch, streams
 
 COMPUTE, H2D, D2H, STEP, ARRIVING = "compute", "h2d", "d2h", "step", "arriving"
 WORKER, LAUNCHING = "step worker", "launching thread"
@@ -48,7 +49,7 @@ class Access:
 
 
 class Recorded:
-    """An event, or with a ``name`` a stream, in place of ``Immediate``."""
+    """An event, or with a ``name`` a stream, in place of the CPU stand-in's."""
 
     def __init__(self, checker: Checker, name: str | None = None) -> None:
         self._checker, self.name = checker, name
@@ -73,7 +74,8 @@ class Recorded:
     def query(self) -> bool:
         with self._checker.lock:
             known = self._checker.clocks[this_thread()]
-            return all(known.get(stream, 0) >= time for stream, time in self.clock.items() if stream in STREAMS)
+            # An event tells of its stream's work, not of what the thread did that recorded it.
+            return all(known.get(actor, 0) >= time for actor, time in self.clock.items() if actor in STREAMS)
 
     def elapsed_time(self, end: Recorded) -> float:
         return 0.0
@@ -86,7 +88,7 @@ class Checker:
         self.lock = threading.RLock()
         self.clocks: dict[str, Clock] = collections.defaultdict(dict)
         self.unordered: collections.Counter[str] = collections.Counter()
-        """How often each pair of accesses came in no order."""
+        """How often each kind of pair of accesses came in no order."""
         self.noted: collections.Counter[str] = collections.Counter()
         """How many accesses of each kind there were."""
         self._last: list[Access] = []
@@ -121,6 +123,7 @@ class Checker:
                 if before.begin < access.end and begin < before.end:
                     if (writes or before.is_write) and known.get(before.actor, 0) < before.time:
                         self.unordered[f"{before.actor} {before.what}, {actor} {what}"] += 1
+                    # One that a write covers can go: who comes after the write comes after it, or is reported with the write.
                     is_covered = begin <= before.begin and before.end <= access.end
                     if is_covered and (writes or (not before.is_write and before.actor == actor)):
                         continue
@@ -178,8 +181,7 @@ class Checker:
             self._patch.setattr(streams.Streams, name, value)
 
     def _follow_the_worker(self) -> None:
-        """Work comes after what its submitter knew, and what the worker knew then comes before what others do who saw that it
-        was over."""
+        """Work comes after what its submitter knew. Who sees that it is over knows all that the worker knew when it ended."""
 
         def is_done(future: Any) -> bool:
             if future.__dict__["is_done"]:
@@ -210,8 +212,8 @@ class Checker:
         self._patch.setattr(step_worker.StepWorker, "submit", following)
 
     def _watch_weights(self) -> None:
-        """Weights that somebody wrote (``write_master``) aren't noted: a copy of the old ones that is under way is of no use,
-        since the unit's version has changed, and the layer is fetched again."""
+        """Writes by ``write_master`` aren't noted: they may race with a fetch under way, but the unit's version differs then,
+        and the layer is fetched again. The memory of a new slot may have been the compute stream's before."""
 
         def copied(copies: list[tuple[torch.Tensor, torch.Tensor]], *_: Any) -> None:
             for source, target in copies:
@@ -280,15 +282,20 @@ class Checker:
             for memory in (slot.buffer, slot.norms):
                 self.note(memory, True, COMPUTE, "fills a gradient slot")
 
-        def sent(offloader: Any, name: str, ready_event: Any, copies: Any, norms: Any) -> None:
-            with self.lock:
-                self.join(D2H, ready_event.clock)
-            for target, source in (*copies, *norms):
+        sending = threading.local()
+
+        def send_begins(offloader: Any, name: str, ready_event: Any, copies: Any, norms: Any) -> None:
+            sending.copies = (*copies, *norms)
+
+        def copies_begin(*_: Any, **__: Any) -> None:  # after `send` has had its stream wait
+            copies, sending.copies = getattr(sending, "copies", ()), ()
+            for target, source in copies:
                 self.note(source, False, D2H, "sends gradients")
                 self.note(target, True, D2H, "writes host gradients")
 
         self._around(offload.UnitGradients, "_take_norms", before=written)
-        self._around(offload.GradientOffloader, "send", before=sent)
+        self._around(offload.GradientOffloader, "send", before=send_begins)
+        self._around(meter.Meter, "copying", before=copies_begin)
 
         def added(addition: Any, new: torch.Tensor | None, sums: Any, of: Callable[..., torch.Tensor]) -> None:
             self.on_thread(new, False, "adds arrived gradients")

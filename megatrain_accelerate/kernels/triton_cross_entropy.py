@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """A Triton kernel of cross entropy, which overwrites logits by their gradient. It reads them twice: once for the loss, where a
-running maximum lets maximum and sum of exponentials share a pass (Milakov and Gimelshein, arXiv 1805.02867, as in Liger Kernel,
-arXiv 2410.10989), and once for the gradient."""
+running maximum lets maximum and sum of exponentials share a pass (Milakov and Gimelshein, arXiv 1805.02867; so does Liger
+Kernel, arXiv 2410.10989), and once for the gradient."""
 
 import triton
 import triton.language as tl

@@ -129,6 +129,7 @@ WAITS: dict[str, tuple[Any, str, str, str]] = {
     "of kernels for copies": (Recorded, "wait_event", "plain", "computes with a slot"),
     "of copies for kernels": (Recorded, "wait_event", "plain", "fills a slot"),
     "of gradients for kernels": (Recorded, "wait_event", "plain", "fills a gradient slot"),
+    "of copies of gradients for kernels": (Recorded, "wait_event", "plain", "d2h sends gradients"),
     "of activations for copies": (Recorded, "wait_event", "offloaded", "uses memory of activations again"),
     "at the end of backward, for gradients": (GradientOffloader, "wait", "plain", "writes host gradients"),
 }
