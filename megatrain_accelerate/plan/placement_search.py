@@ -120,16 +120,17 @@ class PlacementSearch:
         """The fastest placement that fits with these memory budgets, or None."""
         if (first := self._first_that_fits(budgets)) is None:
             return None
-        # Offloaded inputs gain the most together with what takes their place, so that both ways are searched to the end.
-        few, many = (self._climbed(first, budgets, most_inputs) for most_inputs in (first[0].inputs_offloaded, self._count))
+        # Offloaded inputs gain the most together with what takes their place, so that this way is searched to the end.
+        few = self._climbed(first, budgets, first[0].inputs_offloaded)
+        many = self._climbed(few, budgets, self._count)
         pays = many[1].time.seconds < (1 - INPUTS_WORTH_IT) * few[1].time.seconds
         return self._filled(*(many if pays else few))
 
     def _climbed(
-        self, first: tuple[Counts, Candidate], budgets: tuple[float, float], most_inputs: int
+        self, start: tuple[Counts, Candidate], budgets: tuple[float, float], most_inputs: int
     ) -> tuple[Counts, Candidate]:
-        """What no variation of it improves, found step by step, with inputs of so many layers offloaded at most."""
-        best, found = first
+        """What no variation improves, found step by step from ``start``, with inputs of so many layers offloaded at most."""
+        best, found = start
         for _ in range(3):
             before = best
             for variation in self._variations(budgets):
