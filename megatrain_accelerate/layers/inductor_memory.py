@@ -24,9 +24,8 @@ def overwriting_pass() -> Any:
     if not hasattr(torch._inductor.config, "_post_fusion_custom_pass"):
         return None
     base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
-    key = custom_graph_pass.get_hash_for_files(
-        (__file__,)
-    )  # Inductor's cache has other graphs for another version of this file
+    # With it Inductor's cache tells versions of this file apart.
+    key = custom_graph_pass.get_hash_for_files((__file__,))
 
     class Overwrite(base):
         def __call__(self, nodes: list[Any]) -> list[Any]:
@@ -72,9 +71,8 @@ def _let_results_overwrite_inputs(kernel: Any) -> None:
             continue
         if len(buffer.users) > 1:
             shared.append(buffer)
-        elif _may_overwrite(
-            buffer.users[0], buffer, results
-        ):  # as Inductor itself decides: each operation overwrites one input
+        elif _may_overwrite(buffer.users[0], buffer, results):
+            # Inductor sees to this one, and an operation overwrites one input.
             del results[buffer.users[0].get_name()]
     for buffer in shared:
         if user := next((user for user in buffer.users if _may_overwrite(user, buffer, results)), None):

@@ -83,8 +83,12 @@ class TiledCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         loss_dtype = sum_dtype
         if hidden.is_cuda:  # checked without waiting for the device, as torch's own kernel does
-            is_label = (target >= 0) & (target < vocabulary)
-            torch._assert_async((is_label | (target == options["ignore_index"])).all(), "a label is outside the vocabulary")
+            is_valid = (target >= 0) & (target < vocabulary) | (target == options["ignore_index"])
+            torch._assert_async(
+                is_valid.all(),
+                f"a label is outside the vocabulary: labels are 0 to {vocabulary - 1}, or {options['ignore_index']} for ignored "
+                "tokens; compare the tokenizer's size with the model's vocab_size",
+            )
         for begin in token_tiles.tiles(range(0, max(1, count), step)):  # if there are no tokens, one empty tile, for the dtype
             tile = slice(begin, min(begin + step, count))
             logits, tokens = buffer[: tile.stop - begin], hidden[tile]
@@ -158,13 +162,13 @@ def loss_to_gradient(
 
 
 def _is_fused(logits: torch.Tensor, chain: Sequence[Operation]) -> bool:
-    """Whether one kernel does all: on a GPU with Triton (a fake GPU counts as having it), if half-precision logits are only
-    converted to fp32, as in Transformers. Their rounding is far larger than what the order of the kernel's sums changes."""
-    if not (runs_on_gpu(logits) and logits.dtype in (torch.bfloat16, torch.float16)):
+    """Whether one kernel does all: on a GPU with Triton (or as a fake tensor that stands for one there), if half-precision
+    logits are only converted to fp32, as in Transformers. Their rounding is far larger than what the order of the kernel's
+    sums changes."""
+    if not (runs_on_gpu(logits) and can_step_on(logits.device) and logits.dtype in (torch.bfloat16, torch.float16)):
         return False
-    has_triton = can_step_on(logits.device) if logits.is_cuda else True
     kinds = [(operation.function, operation.args, operation.kwargs.get("dtype")) for operation in chain]
-    return has_triton and kinds == [(torch.ops.aten._to_copy.default, (), torch.float32)]
+    return kinds == [(torch.ops.aten._to_copy.default, (), torch.float32)]
 
 
 def _fused(logits: torch.Tensor, target: torch.Tensor, options: dict[str, Any], wanted: bool) -> torch.Tensor:

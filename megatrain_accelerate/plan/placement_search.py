@@ -23,7 +23,7 @@ WORTH_IT = 0.005
 INPUTS_WORTH_IT = 0.01
 """Share that offloading inputs must gain if a step fits without it, since the first step page-locks host memory for them. The
 simulation doesn't promise too much: with 24 GiB and 8 x 4,096 tokens (3B) it predicted 3.0 % on an H100, where 3.0 % were
-measured, and 2.2 % on an H200, where 5 % were, since the host's step was slower than planned."""
+measured, and 2.2 % on an H200, where 5 % were, while the host's step was slower than planned."""
 
 NO_SLOWER = 0.001
 """Share of a step's time by which the simulation may misjudge two placements that differ little."""
