@@ -86,8 +86,8 @@ class TiledCrossEntropy(torch.autograd.Function):
             is_valid = (target >= 0) & (target < vocabulary) | (target == options["ignore_index"])
             torch._assert_async(
                 is_valid.all(),
-                f"a label is outside the vocabulary: labels are 0 to {vocabulary - 1}, or {options['ignore_index']} for ignored "
-                "tokens; compare the tokenizer's size with the model's vocab_size",
+                f"a label is outside the vocabulary: labels are 0 to {vocabulary - 1}, or {options['ignore_index']} to "
+                "ignore a token; compare the tokenizer's size with the model's vocab_size",
             )
         for begin in token_tiles.tiles(range(0, max(1, count), step)):  # if there are no tokens, one empty tile, for the dtype
             tile = slice(begin, min(begin + step, count))
