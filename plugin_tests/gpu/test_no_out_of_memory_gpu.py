@@ -3,6 +3,7 @@ neither memory grows from step to step."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import statistics
@@ -86,31 +87,53 @@ def built(case: dict[str, int], **settings: object) -> Training:
     return Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))
 
 
+@contextlib.contextmanager
+def capped(case: dict[str, int]) -> Iterator[Training]:
+    """A training whose GPU memory is limited: to what streaming its largest batch takes, and the case's room."""
+    smallest = smallest_budget_bytes(case)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    budget = smallest + case["room"] * 2**20
+    run = built(case, compile_layers=False, gpu_memory_gib=budget / GIB)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (before + budget / CAP_SHARE) / torch.cuda.mem_get_info()[1]))
+    yield run
+    run.engine.drain()
+    run.engine.close()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def step_on_random_ids(run: Training, case: dict[str, int], batch: int, length: int) -> None:
+    ids = token_batches(1, batch=batch, length=length, vocabulary=case["vocabulary"])[0].cuda()
+    run.step(ids, max_norm=1.0)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
 def test_no_random_combination_runs_out_of_its_budget(first: int) -> None:
-    total = torch.cuda.mem_get_info()[1]
     placements = set()
     for seed in range(first, first + AT_ONCE):
         case = combination(seed)
-        smallest = smallest_budget_bytes(case)
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved()
-        budget = smallest + case["room"] * 2**20
-        run = built(case, compile_layers=False, gpu_memory_gib=budget / GIB)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (before + budget / CAP_SHARE) / total))
-        lengths = [case["length"], case["length"] + case["longer"], case["length"]]
-        for length in lengths:
-            ids = token_batches(1, batch=case["batch"], length=length, vocabulary=case["vocabulary"])[0].cuda()
-            run.step(ids, max_norm=1.0)
-        run.engine.drain()
-        placement = run.engine.device_plan.current.placement
+        with capped(case) as run:
+            for length in (case["length"], case["length"] + case["longer"], case["length"]):
+                step_on_random_ids(run, case, case["batch"], length)
+            placement = run.engine.device_plan.current.placement
         placements.add((len(placement.kept) > 0, len(placement.on_device) > 0, placement.groups_on_device))
-        run.engine.close()
-        del run, ids
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        del run
     # The combinations must have led to different plans for this to mean something.
     assert len(placements) >= 3
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
+def test_fifty_batches_of_random_shapes_fit_the_budget_and_take_three_plans_at_most(first: int) -> None:
+    for seed in range(first, first + AT_ONCE):
+        case, shapes = combination(seed), random.Random(seed)
+        with capped(case) as run:
+            for _ in range(50):
+                batch, length = shapes.randint(1, case["batch"]), shapes.randint(16, case["length"] + case["longer"])
+                step_on_random_ids(run, case, batch, length)
+            assert 1 <= run.engine.device_plan.current.plans <= 3, f"seed {seed}"
+        del run
 
 
 @pytest.mark.parametrize("placement", [{"device_layers": 0}, {"device_layers": 3}, {"device_layers": -1}], ids=str)
