@@ -20,7 +20,7 @@ from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.proxy import install_proxy, remove_proxy
 from megatrain_accelerate.loss.products import product_form
-from megatrain_accelerate.loss.tiled_cross_entropy import Operation, TiledCrossEntropy, strip_tokens
+from megatrain_accelerate.loss.tiled_cross_entropy import Operation, TiledCrossEntropy, untiled_tokens
 
 _aten = torch.ops.aten
 
@@ -279,4 +279,6 @@ def _is_worth_waiting(head: nn.Linear, hidden: Any) -> bool:
     if not any(tensor is not None and tensor.requires_grad for tensor in (hidden, head.weight, head.bias)):
         return False
     # So few logits take no more memory than tiles, and `linear` gives the bits of plain PyTorch.
-    return hidden.shape[:-1].numel() > strip_tokens(head.out_features)
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    return hidden.shape[:-1].numel() > untiled_tokens(head.out_features, hidden, dtype)

@@ -29,6 +29,10 @@ MIN_TILE_TOKENS = 512
 STRIP_BYTES = 256 * MIB
 """Bytes of a strip's logits in fp32. A chain of operations runs by strips, since it needs three such tensors at once."""
 
+UNTILED_BYTES = 16 * MIB
+"""Bytes of a batch's logits in fp32 up to which it isn't tiled where one kernel would compute its tiles. A chain of operations
+takes 3.5 times as much memory, the kernel half: a larger batch mustn't take less than a smaller one, which plans rely on."""
+
 _TOKENS_MULTIPLE = 128
 
 
@@ -50,8 +54,13 @@ def tile_tokens(vocabulary: int, itemsize: int) -> int:
 
 
 def strip_tokens(vocabulary: int) -> int:
-    """Tokens of one strip. A batch that fits into one isn't worth tiling."""
+    """Tokens of one strip."""
     return max(1, STRIP_BYTES // (4 * vocabulary))
+
+
+def untiled_tokens(vocabulary: int, like: torch.Tensor, dtype: torch.dtype) -> int:
+    """The most tokens of a batch that isn't worth tiling, on the device of ``like`` and for logits of this dtype."""
+    return UNTILED_BYTES // (4 * vocabulary) if _has_kernel(like, dtype) else strip_tokens(vocabulary)
 
 
 class TiledCrossEntropy(torch.autograd.Function):
@@ -162,13 +171,15 @@ def loss_to_gradient(
 
 
 def _is_fused(logits: torch.Tensor, chain: Sequence[Operation]) -> bool:
-    """Whether one kernel does all: on a GPU with Triton (or as a fake tensor that stands for one there), if half-precision
-    logits are only converted to fp32, as in Transformers. Their rounding is far larger than what the order of the kernel's
-    sums changes."""
-    if not (runs_on_gpu(logits) and can_step_on(logits.device) and logits.dtype in (torch.bfloat16, torch.float16)):
-        return False
+    """Whether one kernel does all: if logits are only converted to fp32, as in Transformers."""
     kinds = [(operation.function, operation.args, operation.kwargs.get("dtype")) for operation in chain]
-    return kinds == [(torch.ops.aten._to_copy.default, (), torch.float32)]
+    return _has_kernel(logits, logits.dtype) and kinds == [(torch.ops.aten._to_copy.default, (), torch.float32)]
+
+
+def _has_kernel(like: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for logits of this dtype, whose rounding is far larger than what the order of its sums
+    changes: on a GPU with Triton, where ``like`` is, or for which it stands as a fake tensor."""
+    return runs_on_gpu(like) and can_step_on(like.device) and dtype in (torch.bfloat16, torch.float16)
 
 
 def _fused(logits: torch.Tensor, target: torch.Tensor, options: dict[str, Any], wanted: bool) -> torch.Tensor:

@@ -194,7 +194,8 @@ class DevicePlan:
                     self._plan(model, inputs, extent, sizes)
                 else:
                     self._plan_together(ranks, model, inputs, extents, sizes)
-        share = 1.0 if self.current.usual_share == 1.0 else extent.share_of(self.current.planned, all(padding_omitted))
+        of_largest = self.current.usual_share == 1.0 or not self.current.planned.covers(extent)
+        share = 1.0 if of_largest else extent.share_of(self.current.planned, all(padding_omitted))
         self._runtime.calls.policy, predicted_bytes = self.current.at(share)
         self._runtime.activations.spacing = self._runtime.calls.policy.offload_spacing
         self.predicted_peak_bytes = max(self.predicted_peak_bytes, predicted_bytes)
@@ -254,11 +255,35 @@ class DevicePlan:
         self.current, self._resumed = plan, None
         self._profiles.clear()
 
+    def _holds(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> bool:
+        """Whether a batch that the last plan doesn't cover fits it nevertheless: one with longer rows and fewer tokens, say.
+        The first plan isn't asked: the second one knows the mean size, and may keep more of batches of that size. Several
+        ranks don't ask, since they would have to agree."""
+        plan = self.current
+        if self._runtime.ranks is not None or plan.plans < 2 or not (plan.planned.elements and plan.predicted_bytes):
+            return False
+        if any(held.covers(extent) for held in plan.held):
+            return True
+        self._runtime.refresh_if_written()
+        try:
+            step_profile = self._without_measuring(inputs, self._ways(model, inputs).step_profile())
+        except Exception:  # planning for it meets the error, too, and deals with it
+            return False
+        if step_profile is None or sum(sent_bytes(step_profile, plan.placement)) > plan.offloaded_bytes:
+            return False
+        taken_bytes = self.fixed_bytes(step_profile) + peak_bytes(step_profile, self.model_sizes(), plan.placement)
+        if taken_bytes > self.budget.whole_bytes():
+            return False
+        self.predicted_peak_bytes = max(self.predicted_peak_bytes, taken_bytes)
+        self._note(held=(*plan.held, extent), seen=plan.seen.union(extent))
+        return True
+
     def _plan(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, sizes: Sequence[int]) -> None:
-        """Plans for batches of this extent and these row sizes, unless the plan of an interrupted training covers them."""
+        """Plans for batches of this extent and these row sizes, unless the plan of an interrupted training covers them, or
+        they fit the last plan."""
         if self._resumed is not None:
             self._take_over(model, self._resumed, sizes)
-        if self.current.planned.covers(extent):
+        if self.current.planned.covers(extent) or self._holds(model, inputs, extent):
             return
         budget_bytes = self.budget.whole_bytes()
         self._runtime.refresh_if_written()
@@ -327,6 +352,7 @@ class DevicePlan:
                 made_for=made_with,
                 seen=seen,
                 planned=planned,
+                held=(),
                 plans=self.current.plans + 1,
                 samples=step_profile.samples,
                 token_tile=step_profile.token_tile,
@@ -353,7 +379,8 @@ class DevicePlan:
         if varies and not self.current.plans:
             self.foresee(model, inputs)  # measures this batch's step, from which the larger ones are scaled
         # If ``seen`` hasn't changed, the new plan makes room for more open forwards, not for larger batches.
-        growths = [FREE_GROWTH, GROWTH_FACTORS[min(max(1, self.current.plans), len(GROWTH_FACTORS)) - 1]]
+        growth = GROWTH_FACTORS[min(max(1, self.current.plans), len(GROWTH_FACTORS)) - 1]
+        growths = [FREE_GROWTH, growth, growth**0.5]
         for growth in [*(growths if seen != self.current.seen else ()), 1.0] if varies else ():
             # Batches that haven't come are no reason for smaller pieces or for tiles.
             planned, step_profile = self._resized_step(model, inputs, seen, growth, may_change_way=growth == 1.0)

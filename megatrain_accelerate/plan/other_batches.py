@@ -20,7 +20,8 @@ FREE_GROWTH = 3.0
 batch with 2.0, and one with 3.0."""
 
 GROWTH_FACTORS = (1.5, 2.0)
-"""The factor if it costs something: in the first two plans (none in the first while sizes don't vary), and in later ones."""
+"""The factor if it costs something: in the first two plans (none in the first while sizes don't vary), and in later ones. Its
+root is tried if batches of that size don't fit."""
 
 
 @dataclasses.dataclass(frozen=True)

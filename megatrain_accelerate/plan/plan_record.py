@@ -50,6 +50,8 @@ class PlanRecord:
     """An extent that covers all batches so far."""
     planned: BatchExtent = dataclasses.field(default_factory=BatchExtent)
     """The extent of the largest batch that the plan covers."""
+    held: tuple[BatchExtent, ...] = ()
+    """Extents that the plan doesn't cover and that turned out to fit it."""
     row_sizes: tuple[int, ...] = ()
     """Row sizes that show whether sizes vary (:func:`.sizes_vary`), so that compiled layers need one graph for all sizes."""
     plans: int = 0
@@ -106,9 +108,11 @@ class PlanRecord:
         if data.get("predicted_time") is None:
             del kinds["predicted_time"]
         pairs = [(cls, data), *((kind, data.get(name, {})) for name, kind in kinds.items())]
+        pairs += [(BatchExtent, extent) for extent in data.get("held", ())]
         if any({field.name for field in dataclasses.fields(kind)} != found.keys() for kind, found in pairs):
             return None
-        data = {**data, "row_sizes": tuple(data["row_sizes"])}
+        held = tuple(BatchExtent(**extent) for extent in data["held"])
+        data = {**data, "row_sizes": tuple(data["row_sizes"]), "held": held}
         for name in placements:
             at = data[name]
             sets = {key: frozenset(value) for key, value in at.items() if isinstance(value, list)}

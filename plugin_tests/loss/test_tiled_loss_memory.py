@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -75,6 +76,22 @@ def test_a_gpus_loss_of_logits_in_fp32_is_planned_as_one_kernel_without_strips()
     # All logits are read twice and written once, the chain moves many times as much.
     assert by_chain.costs.traffic_bytes - by_kernel.costs.traffic_bytes > 5 * logits_bytes
     assert by_kernel.costs.flops == by_chain.costs.flops
+
+
+def test_a_smaller_batch_takes_hardly_more_memory_than_a_larger_one_whose_loss_is_one_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    engine = attach(model := tiny_model(vocab_size=32_000, max_position_embeddings=8192).train())
+    taken = []
+    with products.standing_for_a_gpu():
+        for tokens in (64, 128, 140, 600, 2090, 2110, 4000):
+            ids = torch.zeros(1, tokens, dtype=torch.long)
+            step_profile = profile_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+            taken.append(peak_bytes(step_profile, engine.device_plan.model_sizes(), Placement()))
+    engine.close()
+    assert all(less <= more + 4 * tiled_cross_entropy.UNTILED_BYTES for less, more in pairwise(taken))
+    assert taken[-1] > taken[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
