@@ -202,7 +202,7 @@ class MegatrainConfig:
 
     tiled_loss: bool = True
     """Whether the loss is computed by tiles of tokens, so that its memory doesn't grow with the batch. Logits are made only if
-    they are read. No effect if all logits are small (64 Mi elements) or the model's head isn't a plain ``nn.Linear``."""
+    they are read. No effect if all logits are small (4 to 64 Mi elements) or the model's head isn't a plain ``nn.Linear``."""
 
     layer_classes: tuple[str, ...] = ()
     """Class names of the modules that stream. Default: those in ``_no_split_modules``, else classes of repeated modules."""

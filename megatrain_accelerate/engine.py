@@ -370,11 +370,12 @@ class Engine:
             if self._leaves_padding_out:
                 self.runtime.calls.real_tokens = real_tokens(inputs)
             started = time.perf_counter()
-            planned_before = self.device_plan.current.planned
+            before = self.device_plan.current
             self.device_plan.follow(model, inputs)
             if self.runtime.prefetcher.gathers:
                 self.runtime.passes.begin_together()
-            if self.device_plan.current.planned is not planned_before:  # without a new plan ranks only waited for one another
+            after = self.device_plan.current
+            if after.planned is not before.planned or after.held is not before.held:  # else ranks only waited for one another
                 self.runtime.meter.counters.plan_seconds += time.perf_counter() - started
             self.runtime.offloader.allocate_gradients(self.runtime.units)  # now that the plan has told which live on the host
         self.runtime.batch_cut.begin((args, kwargs))  # after planning, which runs other batches

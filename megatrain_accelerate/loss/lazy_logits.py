@@ -281,4 +281,4 @@ def _is_worth_waiting(head: nn.Linear, hidden: Any) -> bool:
     # So few logits take no more memory than tiles, and `linear` gives the bits of plain PyTorch.
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    return hidden.shape[:-1].numel() > untiled_tokens(head.out_features, hidden, dtype)
+    return hidden.shape[:-1].numel() > untiled_tokens(head.weight, hidden, dtype)

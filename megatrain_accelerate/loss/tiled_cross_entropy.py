@@ -30,8 +30,7 @@ STRIP_BYTES = 256 * MIB
 """Bytes of a strip's logits in fp32. A chain of operations runs by strips, since it needs three such tensors at once."""
 
 UNTILED_BYTES = 16 * MIB
-"""Bytes of a batch's logits in fp32 up to which it isn't tiled where one kernel would compute its tiles. A chain of operations
-takes 3.5 times as much memory, the kernel half: a larger batch mustn't take less than a smaller one, which plans rely on."""
+"""Bytes of a batch's logits in fp32 up to which it is never tiled."""
 
 _TOKENS_MULTIPLE = 128
 
@@ -58,9 +57,16 @@ def strip_tokens(vocabulary: int) -> int:
     return max(1, STRIP_BYTES // (4 * vocabulary))
 
 
-def untiled_tokens(vocabulary: int, like: torch.Tensor, dtype: torch.dtype) -> int:
-    """The most tokens of a batch that isn't worth tiling, on the device of ``like`` and for logits of this dtype."""
-    return UNTILED_BYTES // (4 * vocabulary) if _has_kernel(like, dtype) else strip_tokens(vocabulary)
+def untiled_tokens(weight: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> int:
+    """The most tokens of a batch that isn't tiled, for a head's ``weight`` (V, D), on the device of ``like`` and for logits of
+    this dtype. A larger batch mustn't take less memory than a smaller one, since plans rely on it."""
+    vocabulary, hidden_size = weight.shape
+    if not _has_kernel(like, dtype):
+        return strip_tokens(vocabulary)
+    # A chain of operations takes 14 bytes for each logit, the kernel 2. For each element of a trained weight tiles take 6: the
+    # sum of its gradient, and the gradient.
+    as_large = 3 * hidden_size // 7 if weight.requires_grad else 0
+    return min(strip_tokens(vocabulary), max(as_large, UNTILED_BYTES // (4 * vocabulary)))
 
 
 class TiledCrossEntropy(torch.autograd.Function):

@@ -78,7 +78,7 @@ def _hidden_from_hooks() -> contextlib.AbstractContextManager[Any]:
 
 
 class DevicePlan:
-    """Plans the steps of one engine. A batch that is larger than the last plan covers gets a new plan.
+    """Plans the steps of one engine. A batch that is larger than the last plan covers, and doesn't fit it, gets a new plan.
 
     Layers are measured on the first batch that doesn't surely fit. Steps on other batches are extrapolated from it while they
     run in the same way. Once sizes vary, plans leave room for larger batches, so that data of many lengths needs few plans.
@@ -256,11 +256,12 @@ class DevicePlan:
         self._profiles.clear()
 
     def _holds(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> bool:
-        """Whether a batch that the last plan doesn't cover fits it nevertheless: one with longer rows and fewer tokens, say.
-        The first plan isn't asked: the second one knows the mean size, and may keep more of batches of that size. Several
-        ranks don't ask, since they would have to agree."""
+        """Whether a text batch that the last plan doesn't cover fits it nevertheless: with longer rows and fewer tokens, say.
+        The first plan isn't asked: the second one knows the mean size, and may keep more of batches of that size. Nor are
+        plans of several ranks, which would have to agree, and those of forwards that wait beside others of any size."""
         plan = self.current
-        if self._runtime.ranks is not None or plan.plans < 2 or not (plan.planned.elements and plan.predicted_bytes):
+        is_asked = plan.plans > 1 and plan.forwards_at_once == 1 and self._runtime.ranks is None and self.budget.exists
+        if not (is_asked and extent.length and plan.planned.elements and plan.predicted_bytes):
             return False
         if any(held.covers(extent) for held in plan.held):
             return True
@@ -274,8 +275,8 @@ class DevicePlan:
         taken_bytes = self.fixed_bytes(step_profile) + peak_bytes(step_profile, self.model_sizes(), plan.placement)
         if taken_bytes > self.budget.whole_bytes():
             return False
-        self.predicted_peak_bytes = max(self.predicted_peak_bytes, taken_bytes)
-        self._note(held=(*plan.held, extent), seen=plan.seen.union(extent))
+        held = (*(held for held in plan.held if not extent.covers(held)), extent)
+        self._note(held=held, seen=plan.seen.union(extent), predicted_bytes=max(plan.predicted_bytes, taken_bytes))
         return True
 
     def _plan(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, sizes: Sequence[int]) -> None:
@@ -378,10 +379,11 @@ class DevicePlan:
         varies = self.budget.exists and (self.current.plans or sizes_vary(self.current.row_sizes))
         if varies and not self.current.plans:
             self.foresee(model, inputs)  # measures this batch's step, from which the larger ones are scaled
-        # If ``seen`` hasn't changed, the new plan makes room for more open forwards, not for larger batches.
+        # Without an extent that was planned for, the new plan may make room for more open forwards alone.
         growth = GROWTH_FACTORS[min(max(1, self.current.plans), len(GROWTH_FACTORS)) - 1]
         growths = [FREE_GROWTH, growth, growth**0.5]
-        for growth in [*(growths if seen != self.current.seen else ()), 1.0] if varies else ():
+        is_larger = seen != self.current.seen or self.current.planned.elements > 0
+        for growth in [*(growths if is_larger else ()), 1.0] if varies else ():
             # Batches that haven't come are no reason for smaller pieces or for tiles.
             planned, step_profile = self._resized_step(model, inputs, seen, growth, may_change_way=growth == 1.0)
             if step_profile is not None and self.search_for(step_profile).something_fits:

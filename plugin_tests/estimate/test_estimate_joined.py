@@ -78,12 +78,12 @@ def test_micro_batches_are_joined_where_that_pays() -> None:
 
 
 def test_micro_batches_stay_apart_where_all_at_once_do_not_fit() -> None:
-    apart = forecaster(join_micro_batches=False)
+    whole = {"token_tile": 0, "tiled_loss": False}
+    apart = forecaster(join_micro_batches=False, **whole)
     needs_one, needs_all = (apart.least_gpu_bytes(count * SAMPLES, 512) for count in (1, MICRO_BATCHES))
     between = (needs_one + needs_all) // 2
     found, forced = (
-        forecaster(gpu_bytes=between, join_micro_batches=joins, token_tile=0, tiled_loss=False).forecast(SAMPLES, 512)
-        for joins in ("auto", True)
+        forecaster(gpu_bytes=between, join_micro_batches=joins, **whole).forecast(SAMPLES, 512) for joins in ("auto", True)
     )
     assert found.fits
     assert not found.joined

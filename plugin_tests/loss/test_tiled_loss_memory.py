@@ -78,20 +78,26 @@ def test_a_gpus_loss_of_logits_in_fp32_is_planned_as_one_kernel_without_strips()
     assert by_kernel.costs.flops == by_chain.costs.flops
 
 
-def test_a_smaller_batch_takes_hardly_more_memory_than_a_larger_one_whose_loss_is_one_kernel(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("hidden_size", [32, 1536])
+def test_a_batch_whose_loss_is_one_kernel_takes_no_more_memory_than_a_larger_one_nor_than_whole_logits(
+    hidden_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    engine = attach(model := tiny_model(vocab_size=32_000, max_position_embeddings=8192).train())
-    taken = []
-    with products.standing_for_a_gpu():
-        for tokens in (64, 128, 140, 600, 2090, 2110, 4000):
-            ids = torch.zeros(1, tokens, dtype=torch.long)
-            step_profile = profile_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
-            taken.append(peak_bytes(step_profile, engine.device_plan.model_sizes(), Placement()))
-    engine.close()
-    assert all(less <= more + 4 * tiled_cross_entropy.UNTILED_BYTES for less, more in pairwise(taken))
-    assert taken[-1] > taken[0]
+    shape = {"vocab_size": 32_000, "hidden_size": hidden_size, "num_hidden_layers": 1, "max_position_embeddings": 8192}
+    taken: dict[bool, list[int]] = {}
+    for tiled in (True, False):
+        engine = attach(model := tiny_model(**shape).train(), tiled_loss=tiled)
+        taken[tiled] = []
+        with products.standing_for_a_gpu():
+            for tokens in (64, 128, 140, 500, 600, 2090, 2110, 4000):
+                ids = torch.zeros(1, tokens, dtype=torch.long)
+                step_profile = profile_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+                taken[tiled].append(peak_bytes(step_profile, engine.device_plan.model_sizes(), Placement()))
+        engine.close()
+    slack = 4 * tiled_cross_entropy.UNTILED_BYTES
+    assert all(less <= more + slack for less, more in pairwise(taken[True]))
+    assert all(tiles <= whole + slack for tiles, whole in zip(taken[True], taken[False], strict=True))
+    assert taken[True][-1] < taken[False][-1] / 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
