@@ -27,8 +27,8 @@ STRETCH = 170
 """Steps after which memory is looked at again; a leak of 4 KiB or of one object a step is seen."""
 CASES = 200
 AT_ONCE = 20
-LEAST_ROOM = 100
-"""MiB beside what streaming takes, so that a plan can leave room for larger batches."""
+LEAST_ROOM = 200
+"""MiB beside what streaming the largest batch by single samples takes, so that a plan can leave room for larger batches."""
 CAP_SHARE = 0.9
 """Of the cap that is planned with, as for a whole device: the allocator's blocks don't fit without gaps."""
 
