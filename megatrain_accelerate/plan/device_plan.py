@@ -265,7 +265,6 @@ class DevicePlan:
             return False
         if any(held.covers(extent) for held in plan.held):
             return True
-        self._runtime.refresh_if_written()
         try:
             step_profile = self._without_measuring(inputs, self._ways(model, inputs).step_profile())
         except Exception:  # planning for it meets the error, too, and deals with it
@@ -284,10 +283,12 @@ class DevicePlan:
         they fit the last plan."""
         if self._resumed is not None:
             self._take_over(model, self._resumed, sizes)
-        if self.current.planned.covers(extent) or self._holds(model, inputs, extent):
+        if self.current.planned.covers(extent):
+            return
+        self._runtime.refresh_if_written()
+        if self._holds(model, inputs, extent):
             return
         budget_bytes = self.budget.whole_bytes()
-        self._runtime.refresh_if_written()
         seen = self.current.seen.union(extent)
         try:
             plan, step_profile = self._best_plan(model, inputs, seen)
