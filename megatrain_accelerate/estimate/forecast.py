@@ -174,8 +174,9 @@ class Forecaster:
 
     def fastest(self, batch: int, length: int) -> tuple[StepProfile, Candidate | None]:
         """Returns the profile of the step, run in the way that suits it best, and the best placement, or None if none fits."""
-        step_profile = functools.partial(self._step_profile, batch, length)
-        return WayChoice(self.engine.runtime, self.config, batch, step_profile, self.plan.search_for).best()
+        profiled = functools.partial(self._step_profile, batch, length)
+        step_profile = WayChoice(self.engine.runtime, self.config, batch, profiled, self.plan.search_for).best()
+        return step_profile, self.plan.search_for(step_profile).best()
 
     def _step_profile(self, batch: int, length: int) -> StepProfile:
         """Returns the profile, with estimated times, of a step as the runtime runs layers at the moment. It is cached."""

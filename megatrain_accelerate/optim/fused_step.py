@@ -150,8 +150,10 @@ class FusedStep(HostStep):
             self.runtime.owner_of(state).unit.allocate("moments")
         if state.moments is None:
             return
-        self.runtime.owner_of(state).unit.bring_states()
+        unit = self.runtime.owner_of(state).unit
+        unit.bring_states()
         take_over(state, values)
+        unit.write_residual(state, values.get(RESIDUAL_KEY))
         if not values:
             self._shown.discard(id(state.parameter))
             return
@@ -267,7 +269,7 @@ class FusedStep(HostStep):
                     states_on_device.step(unit, device_states, segments, announced)
                 else:
                     step_segments(unit.layout, unit.flat_states, segments, unit.kernels)
-                    unit.memory["moments"].is_touched = True
+                    unit.note_stepped()
             _refuse_written(unit, checked, versions)
             if shared_unit is not None:
                 shared_unit.note_applied()

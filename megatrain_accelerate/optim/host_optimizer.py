@@ -23,7 +23,7 @@ from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.watched_parameters import unwatched
 from megatrain_accelerate.optim.fused_step import UNFUSED_OPTIONS, FusedStep, refuse_unfused
 from megatrain_accelerate.optim.host_step import HostStep, parameters_of
-from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, shown_in_fp32, take_residual, without_residual
+from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, shown_in_fp32, without_residual
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.transfer.meter import Cause
 
@@ -251,5 +251,5 @@ class MasterStep(HostStep):
 
     def _restore(self, parameter: torch.Tensor, residual: torch.Tensor | None) -> None:
         state = self.runtime.state_of(parameter)
-        if state is not None and take_residual(state, residual):
+        if state is not None and self.runtime.owner_of(state).unit.write_residual(state, residual):
             self._stepped.add(id(parameter))

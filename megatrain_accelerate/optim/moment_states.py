@@ -54,8 +54,8 @@ def show(entry: dict[str, Any], state: ParameterState) -> None:
 
 
 def take_over(state: ParameterState, values: dict[str, Any]) -> None:
-    """Sets a parameter's moments and residual from an optimizer's state for it, which may have moments of any of the three
-    kinds. An empty one means zeros. If it has two kinds, the one that the store doesn't use counts: somebody put it there."""
+    """Sets a parameter's moments from an optimizer's state for it, which may have moments of any of the three kinds. An empty
+    one means zeros. If it has two kinds, the one that the store doesn't use counts: somebody put it there."""
     ours, coded = state.moments, _coded(values)
     assert ours is not None
     if not values:
@@ -70,16 +70,6 @@ def take_over(state: ParameterState, values: dict[str, Any]) -> None:
         for view, value in zip(ours, theirs, strict=True):
             if value.data_ptr() != view.data_ptr():
                 view.copy_(value)
-    take_residual(state, values.get(RESIDUAL_KEY))
-
-
-def take_residual(state: ParameterState, residual: Any) -> bool:
-    """Sets the residual of a parameter's master from an optimizer's state, and returns whether it could. An optimizer that
-    loaded a state before it was adopted has cast the residual to another dtype."""
-    if state.residual is None or residual is None or residual.dtype != torch.int16:
-        return False
-    state.residual.copy_(residual)
-    return True
 
 
 def without_residual(entry: dict[str, Any]) -> dict[str, Any]:

@@ -378,8 +378,8 @@ class DevicePlan:
         """Yields growth, extent and profile of steps, the largest first: if sizes vary, of those on ``seen`` and on larger
         batches that fit, and at last of the step on ``inputs``, whether it fits or not."""
         varies = self.budget.exists and (self.current.plans or sizes_vary(self.current.row_sizes))
-        if varies and not self.current.plans:
-            self.foresee(model, inputs)  # measures this batch's step, from which the larger ones are scaled
+        if varies and (self.measures or not self.current.plans) and self._scaling_key(inputs) not in self._measured_steps:
+            self.foresee(model, inputs)  # measures this batch's step, from which the larger ones are scaled, unless it surely fits
         # Without an extent that was planned for, the new plan may make room for more open forwards alone.
         growth = GROWTH_FACTORS[min(max(1, self.current.plans), len(GROWTH_FACTORS)) - 1]
         growths = [FREE_GROWTH, growth, growth**0.5]
@@ -403,7 +403,7 @@ class DevicePlan:
         try:
             with replaced(calls, "real_tokens", real):
                 ways = self._ways(model, batch)
-                step_profile = ways.best()[0] if may_change_way else ways.step_profile()
+                step_profile = ways.best() if may_change_way else ways.step_profile()
                 return self._extent(batch), self._without_measuring(batch, step_profile)
         except Exception as error:  # the model may limit sequences in its own way
             logger.info("megatrain: can't predict a step on a larger or smaller batch (%s)", error)
@@ -505,7 +505,7 @@ class DevicePlan:
         if key not in self._profiles:
             self._runtime.refresh_if_written()
             ways = self._ways(model, inputs)
-            estimate = ways.best()[0] if self.budget.exists else ways.step_profile()
+            estimate = ways.best() if self.budget.exists else ways.step_profile()
             self._decide_on_compiling(estimate)
             profile = self._without_measuring(inputs, estimate)
             # Nothing is measured without CUDA (the profile is the estimate), or if the profile surely fits, or, scaled, fits.

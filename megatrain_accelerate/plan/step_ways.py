@@ -12,7 +12,7 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.token_tiles import AUTO_TILE_TOKENS
-from megatrain_accelerate.plan.placement_search import Candidate, PlacementSearch
+from megatrain_accelerate.plan.placement_search import PlacementSearch
 from megatrain_accelerate.plan.step_profile import StepProfile
 
 LONG_TOKENS = 65536
@@ -49,19 +49,19 @@ class WayChoice:
         self._tile = None if config.token_tile == "auto" else int(config.token_tile)
         self._may_cut = may_cut(runtime, config)
 
-    def best(self) -> tuple[StepProfile, Candidate | None]:
-        """The profile of the fastest way that fits, and its fastest placement. If no way fits, the profile of the one that
-        takes the least memory, and None."""
-        whole, by_whole = self._fastest(self._tile or 0)
+    def best(self) -> StepProfile:
+        """The profile of the fastest way that fits. If none fits, that of the one that takes the least memory."""
+        whole, fits = self._largest_pieces(self._tile or 0)
         is_short = all(profile.length < LONG_TOKENS for profile in whole.profiles.values())
-        if self._tile is not None or (by_whole is not None and is_short):
-            return whole, by_whole
+        if self._tile is not None or (fits and is_short):
+            return whole
 
-        def costs(found: tuple[StepProfile, Candidate | None]) -> tuple[bool, float]:
-            step_profile, candidate = found
+        def costs(found: tuple[StepProfile, bool]) -> tuple[bool, float]:
+            step_profile, fits = found
+            candidate = self._search(step_profile).best() if fits else None
             return candidate is None, step_profile.largest_layer_bytes if candidate is None else candidate.time.seconds
 
-        return min((whole, by_whole), self._fastest(AUTO_TILE_TOKENS), key=costs)
+        return min((whole, fits), self._largest_pieces(AUTO_TILE_TOKENS), key=costs)[0]
 
     def measured(
         self, step_profile: StepProfile, measure: Callable[[StepProfile], StepProfile]
@@ -87,13 +87,13 @@ class WayChoice:
         with layers_run(self._runtime, samples, tile_tokens):
             return self.step_profile()
 
-    def _fastest(self, tile_tokens: int) -> tuple[StepProfile, Candidate | None]:
-        """The whole batch or else the largest pieces that fit, with the best placement. If none fit, the smallest and None."""
+    def _largest_pieces(self, tile_tokens: int) -> tuple[StepProfile, bool]:
+        """The whole batch or else the largest pieces that fit, and True. If none fit, the smallest pieces and False."""
         for found in self._whole_and_in_pieces(self._profiled(None, tile_tokens)):
-            best = self._search(found).best()
-            if best is not None:
+            fits = self._search(found).something_fits
+            if fits:
                 break
-        return found, best
+        return found, fits
 
     def _whole_and_in_pieces(self, step_profile: StepProfile) -> Iterator[StepProfile]:
         """Yields the profile, then those of pieces of half the samples, a quarter and so on, while they take less memory."""

@@ -35,7 +35,8 @@ class HostUnit:
     Writers: adoption, the step worker (weights, residuals, moments), the d2h stream or the step worker (gradients), and
     whoever writes to the parameters from outside (``load_state_dict``). Readers: the h2d stream (weights), the step worker.
     :attr:`version` changes whenever device copies of the weights become stale. Gradients and moments are promised (their bytes
-    count as taken) when the unit is to be trained, and allocated when they are first needed, see :meth:`allocate`.
+    count as taken) when the unit is to be trained, and allocated when they are first needed, see :meth:`allocate`. Residuals
+    of weights that came in bf16 are zero, and take no memory until the first step or whoever else writes to them.
 
     Args:
         parameters: (name, parameter) of the unit, each once, in model order. ``dtypes`` has their compute dtypes, by ``id``.
@@ -97,10 +98,12 @@ class HostUnit:
         self.memory["weights"] = self._allocate("weights", touch=False)
         self._bind("weights")
         if holds_masters:
-            self.allocate("residuals")
+            self.promise("residuals")
+            self.allocate("residuals", touch=False)
         if self.shared is None or self.shared.ranks.rank == 0:
             for state in self.states:
                 self._adopt(state)
+        self.memory["weights"].is_touched = True
 
     def _allocate(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
         """Makes memory of one kind where the unit lives. With ``touch`` all host threads zero it, unless ranks share it."""
@@ -153,6 +156,7 @@ class HostUnit:
         value = state.parameter.detach().contiguous()
         if state.residual is not None and value.dtype == torch.float32:
             self._host_kernels.split(value.cpu(), state.weight, state.residual)
+            self.memory["residuals"].is_touched = True
         elif value.dtype == state.weight.dtype:
             copy_bytes(state.weight, value, self._host_kernels)  # all threads read a mapped file faster than one does
         else:
@@ -190,6 +194,7 @@ class HostUnit:
             value = value.to(state.weight.device).contiguous()
             if state.residual is not None and value.dtype == torch.float32:
                 self.kernels.split(value, state.weight, state.residual)
+                self.memory["residuals"].is_touched = True
                 return
             if bool((state.weight == value).all()):
                 return  # it was moved to another device, not written to: the residual stays valid
@@ -205,6 +210,15 @@ class HostUnit:
         self.kernels.join(state.weight, state.residual, master)
         return master.cpu()
 
+    def write_residual(self, state: ParameterState, residual: torch.Tensor | None) -> bool:
+        """Sets the residual of a parameter's master from an optimizer's state, and returns whether it could. An optimizer that
+        loaded a state before it was adopted has cast the residual to another dtype."""
+        if state.residual is None or residual is None or residual.dtype != torch.int16:
+            return False
+        state.residual.copy_(residual)
+        self.memory["residuals"].is_touched = True
+        return True
+
     @property
     def flat_states(self) -> FlatStates:
         """All of the unit's states. The moments must be allocated."""
@@ -215,7 +229,12 @@ class HostUnit:
         """Makes this process's share of residuals and moments valid on the host, see :meth:`DeviceStates.leave`."""
         if (states := self.device_states) is not None and self.moments is not None:
             states.leave(self.flat_states)
-            self.memory["moments"].is_touched = True
+            self.note_stepped()
+
+    def note_stepped(self) -> None:
+        """Called when a step has written to the states, whose memory is in use from then on."""
+        for kind in {"residuals", "moments"} & self.memory.keys():
+            self.memory[kind].is_touched = True
 
     def allocate(self, kind: str, touch: bool = True) -> None:
         """Allocates one kind of memory, zeroed, where the unit lives, if it is missing and the unit has any of that kind.
@@ -252,9 +271,17 @@ class HostUnit:
     @property
     def promised_bytes(self) -> int:
         """Promised host memory that isn't in use yet, of a unit on the host. Each of several ranks counts its share."""
-        taken = {kind for kind, memory in self.memory.items() if memory.is_touched}
-        missing = set() if self.is_on_device else self._promised - taken
+        missing = set() if self.is_on_device else self._promised - self._kinds_in_use
         return sum(self.sizes[kind] for kind in missing) // (self.shared.ranks.size if self.shared else 1)
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes of the unit's memory, but for pages that nobody has written to."""
+        return sum(self.sizes[kind] for kind in self._kinds_in_use)
+
+    @property
+    def _kinds_in_use(self) -> set[str]:
+        return {kind for kind, memory in self.memory.items() if memory.is_touched}
 
     def promised_moments(self, state: ParameterState) -> Moments | None:
         """A parameter's promised moments as tensors without data. None if none were promised."""
@@ -317,7 +344,8 @@ class HostUnit:
         self.memory, self.kernels = new_memory, kernels
         for kind in {"weights", "residuals", "moments"} & old_memory.keys():
             whole = (0, (self.sizes[kind],), torch.uint8)
-            copy_bytes(new_memory[kind].tensor(*whole), old_memory[kind].tensor(*whole), self._host_kernels)
+            if old_memory[kind].is_touched:  # otherwise both are zero
+                copy_bytes(new_memory[kind].tensor(*whole), old_memory[kind].tensor(*whole), self._host_kernels)
         self.gradients = None
         for state in self.states:
             state.handle.set_gradient(None)

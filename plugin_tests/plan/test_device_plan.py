@@ -430,6 +430,28 @@ def test_a_batch_that_fits_the_plan_needs_no_new_one_also_after_a_resume(profile
     assert plan.current.plans == 3, "what doesn't fit"
 
 
+def test_room_for_larger_batches_is_left_also_where_only_a_later_batch_has_to_be_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured = []
+
+    def measure(model: object, runtime: object, inputs: dict[str, Any], step_profile: StepProfile, *_: object) -> StepProfile:
+        measured.append(inputs["input_ids"].shape[1])
+        return step_profile
+
+    monkeypatch.setattr(device_plan, "measure_layers", measure)
+    monkeypatch.setattr(device_plan.DevicePlan, "measures", True)
+    run = planned(100)
+    plan = run.engine.device_plan
+    for length in (32, 48, 200):
+        run.plan(batch(length))
+    assert measured == [200], "the first two surely fit"
+    assert plan.current.planned.elements > plan.current.seen.elements
+    plans = plan.current.plans
+    run.plan(batch(220))
+    assert plan.current.plans == plans == 3
+
+
 @pytest.mark.parametrize("budget_mib", [40, pytest.param(80, marks=pytest.mark.long)])
 def test_batches_of_all_shapes_have_few_plans_which_all_of_them_fit(
     capsys: pytest.CaptureFixture[str], budget_mib: float

@@ -83,13 +83,13 @@ class Step:
         return self.step_profile_of(size, (step_profile.samples, step_profile.token_tile))
 
     def best(self) -> Way:
-        before, (step_profile, _) = self.way, self.choice.best()
+        before, step_profile = self.way, self.choice.best()
         assert self.way == before
         return step_profile.samples, step_profile.token_tile
 
     def best_measured(self) -> Way:
         before = self.way
-        found, measured = self.choice.measured(self.choice.best()[0], self.measure)
+        found, measured = self.choice.measured(self.choice.best(), self.measure)
         assert self.way == before
         assert (found.samples, found.token_tile) == (measured.samples, measured.token_tile)
         return found.samples, found.token_tile
