@@ -379,7 +379,7 @@ class DevicePlan:
         batches that fit, and at last of the step on ``inputs``, whether it fits or not."""
         varies = self.budget.exists and (self.current.plans or sizes_vary(self.current.row_sizes))
         if varies and (self.measures or not self.current.plans) and self._scaling_key(inputs) not in self._measured_steps:
-            self.foresee(model, inputs)  # measures this batch's step, from which the larger ones are scaled, unless it surely fits
+            self.foresee(model, inputs)  # measures this step unless it surely fits; larger ones are scaled from it
         # Without an extent that was planned for, the new plan may make room for more open forwards alone.
         growth = GROWTH_FACTORS[min(max(1, self.current.plans), len(GROWTH_FACTORS)) - 1]
         growths = [FREE_GROWTH, growth, growth**0.5]
