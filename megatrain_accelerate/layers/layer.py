@@ -18,7 +18,7 @@ from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.layers.execution_state import WrittenBuffers
 from megatrain_accelerate.layers.nested_tensors import Args, Kwargs
 from megatrain_accelerate.layers.padding import RealTokens
-from megatrain_accelerate.layers.shared_mappings import has_mappings, run_with_mappings
+from megatrain_accelerate.layers.shared_mappings import run_with_mappings
 from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.layers.unpadded_layer import SampleAttention, UnpaddedLayer
 from megatrain_accelerate.layers.watched_parameters import unwatched
@@ -90,8 +90,8 @@ class StreamedLayer:
 
     def run(self, args: Args, kwargs: Kwargs, row: RealTokens | None = None) -> Any:
         """Calls the layer's own forward with the bound weights (:func:`run_with_mappings`), on batches or ``row``'s tokens."""
-        if row is None and not (self.tiles.tile_tokens or has_mappings(args, kwargs)):
-            return self.forward(*args, **kwargs)  # checked first, since most calls end here
+        if row is None and not self.tiles.tile_tokens:  # checked first, since most calls end here
+            return run_with_mappings(self.forward, args, kwargs)
         with self.tiles.at_work(args, kwargs), contextlib.nullcontext() if row is None else SampleAttention(row):
             return run_with_mappings(self.forward, args, kwargs)
 

@@ -195,5 +195,5 @@ class _Timed:
         self._pair[1].record(self._stream)
         with meter._lock:
             meter._pending.append((*self._pair, self._add))
-        if len(meter._pending) > 4096 or not meter.streams.is_cuda:
+        if len(meter._pending) > 4096:
             meter.harvest()

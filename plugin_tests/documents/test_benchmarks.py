@@ -237,12 +237,14 @@ def test_documents_are_the_same_each_time_and_of_many_lengths_up_to_the_longest(
     assert all(torch.equal(again[index]["input_ids"], texts[index]["input_ids"]) for index in range(20))
 
 
-def test_more_documents_than_there_are_is_an_error_with_their_number(scripts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_documents_than_there_are_come_again_in_order(scripts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     data = scripts("bench_data")
     monkeypatch.setattr(data, "_definitions", lambda: iter([["a"] * 9, ["b"], ["c"] * 40]))
-    assert len(data.SourceTexts(2, 64, 10)) == 2
-    with pytest.raises(ValueError, match="has 2 documents, not 3"):
-        data.SourceTexts(3, 64, 10)
+    texts = data.SourceTexts(5, 64, 10)
+    assert [len(texts[index]["input_ids"]) for index in range(len(texts))] == [9, 40, 9, 40, 9]
+    monkeypatch.setattr(data, "_definitions", lambda: iter([["b"]]))
+    with pytest.raises(ValueError, match="no source files"):
+        data.SourceTexts(1, 64, 10)
 
 
 def test_medians_are_over_the_logs_that_have_the_number(scripts: Any) -> None:

@@ -136,9 +136,11 @@ def test_the_stand_ins_copies_hold_up_compute_unless_the_worker_makes_them() -> 
     meter = Meter(Streams(torch.device("cpu")))
     with meter.copying(Cause.H2D, 8):
         time.sleep(0.01)
+    meter.harvest()
     assert meter.counters.h2d_wait_ms == meter.counters.h2d_copy_ms >= 10.0
     with meter.copying(Cause.H2D, 8, beside_compute=True):
         time.sleep(0.01)
+    meter.harvest()
     assert meter.counters.h2d_wait_ms < meter.counters.h2d_copy_ms
 
 

@@ -47,12 +47,12 @@ class SourceTexts(torch.utils.data.Dataset[Record]):
     the blanks after it, or a single other character; its id is the CRC-32 of its text modulo ``vocabulary``.
 
     Args:
-        count: number of documents.
+        count: number of documents. If the library has fewer, they come again in the same order.
         length: maximum number of tokens of a document; longer ones are cut.
         vocabulary: number of different ids.
 
     Raises:
-        ValueError: the standard library has fewer than ``count`` documents.
+        ValueError: the standard library has no document.
     """
 
     def __init__(self, count: int, length: int, vocabulary: int) -> None:
@@ -63,18 +63,17 @@ class SourceTexts(torch.utils.data.Dataset[Record]):
             if len(words) * _SHORTEST_DIVISOR >= length:
                 ids = torch.tensor([zlib.crc32(word.encode()) % vocabulary for word in words[:length]])
                 self._documents.append({"input_ids": ids, "labels": ids})
-        if len(self._documents) < count:
-            raise ValueError(
-                f"the standard library has {len(self._documents)} documents, not {count}: take fewer steps or smaller batches"
-            )
+        if not self._documents:
+            raise ValueError("Python's standard library has no source files here, from which the documents are made")
+        self._count = count
 
     def __len__(self) -> int:
         """Number of documents."""
-        return len(self._documents)
+        return self._count
 
     def __getitem__(self, index: int) -> Record:
         """One document."""
-        return self._documents[index]
+        return self._documents[index % len(self._documents)]
 
 
 def _definitions() -> Iterator[list[str]]:
