@@ -24,7 +24,7 @@ from model_shapes import PRESETS, active_parameters, build_model, step_flops
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 GIB = 2**30
-RUNNING_PEAKS = ("megatrain/gpu_peak_gib", "megatrain/host_peak_gib")
+RUNNING_PEAKS = ("megatrain/gpu_peak_gib", "megatrain/gpu_predicted_gib", "megatrain/host_peak_gib")
 """Logged as the largest so far: the last counts, and no median."""
 PLAN_SECONDS = "megatrain/plan_seconds"
 """Logged where plans were made since the log before."""
