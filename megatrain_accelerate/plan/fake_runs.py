@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import functools
 import math
 import sys
@@ -238,7 +237,7 @@ def nothing_kept(model: nn.Module) -> Iterator[None]:
     decorated functions, and in objects of classes that these Python modules define."""
     caches, containers = _kept_by(model)
     misses = [cache.cache_info().misses for cache in caches]
-    held = [copy.copy(container) for container in containers]
+    held = [container.copy() for container in containers]
     try:
         yield
     finally:
@@ -246,7 +245,8 @@ def nothing_kept(model: nn.Module) -> Iterator[None]:
             if cache.cache_info().misses != missed:
                 cache.cache_clear()
         for container, before in zip(containers, held, strict=True):
-            if list(map(id, _entries(container))) != list(map(id, _entries(before))):
+            # Most are empty, before and after.
+            if (container or before) and list(map(id, _entries(container))) != list(map(id, _entries(before))):
                 container.clear()
                 (container.extend if hasattr(container, "extend") else container.update)(before)
 

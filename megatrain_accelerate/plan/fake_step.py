@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.layers import output_recorder
-from megatrain_accelerate.layers.attention_results import AttentionResults
+from megatrain_accelerate.layers.attention_results import AtAttention, drop_rate
 from megatrain_accelerate.layers.caches import cache_bytes
 from megatrain_accelerate.layers.compiled_layer import without_saving
 from megatrain_accelerate.layers.expert_function import ExpertResults
@@ -170,9 +170,20 @@ class _StepProfiler:
         del trial, made
         forward = live.costs - costs
         costs = saved.costs = live.costs
+        attention, attention_bytes = OpCosts(), 0
+
+        def at_attention(func: Any, args: Any, kwargs: Any) -> Any:
+            """Counts what a recompute is spared if results are kept (``layers/attention_results.py``), and their bytes."""
+            nonlocal attention, attention_bytes
+            before, result = live.costs, func(*args, **kwargs)
+            if not drop_rate(func, args, kwargs):
+                attention += live.costs - before
+                attention_bytes += sum(tensor.nbytes for tensor in tensors_in(result))
+            return result
+
         with torch.enable_grad():
             cut_args, cut_kwargs = as_leaves(args, kwargs, needs)
-            with saved_tensors_hooks(saved.count, lambda tensor: tensor):
+            with saved_tensors_hooks(saved.count, lambda tensor: tensor), AtAttention(at_attention):
                 trial = self._run(layer, cut_args, cut_kwargs)
         kept_forward_bytes = live.take_peak() - base
         in_forward = SavedInForward(
@@ -203,26 +214,15 @@ class _StepProfiler:
             del gradients
         del edges, of_outputs, wanted, cut_args, cut_kwargs
 
-        def run_again() -> None:
-            with torch.enable_grad(), without_saving():
-                self._run(layer, *as_leaves(args, kwargs, needs))
-
-        def spared_by(results: AttentionResults | ExpertResults, recording: Any, replaying: Any) -> tuple[OpCosts, int]:
-            """Costs that a forward saves if it replays the results of an earlier one, and the bytes of these results."""
-            before = live.costs
-            with recording:
-                run_again()
-            between, size_bytes = live.costs, results.size_bytes
-            with replaying:
-                run_again()
-            return (between - before) - (live.costs - between), size_bytes
-
-        of_attention, of_experts = AttentionResults(), ExpertResults()
-        attention, attention_bytes = spared_by(of_attention, of_attention.recording(), of_attention.replaying())
         experts, expert_bytes = OpCosts(), 0
-        if layer.experts:
-            modes = (of_experts.at_work(layer, False), of_experts.at_work(layer, True))
-            experts, expert_bytes = spared_by(of_experts, *modes)
+        if layer.experts:  # costs that a forward is spared if it replays the results of an earlier one, and their bytes
+            results = ExpertResults()
+            for replays, sign in ((False, 1.0), (True, -1.0)):
+                before = live.costs
+                with results.at_work(layer, replays), torch.enable_grad(), without_saving():
+                    self._run(layer, *as_leaves(args, kwargs, needs))
+                experts += (live.costs - before).times(sign)
+                expert_bytes = expert_bytes or results.size_bytes
         profile = LayerProfile(
             forward=forward,
             backward=backward,
