@@ -31,7 +31,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine = attach(model)
     training = Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))
-    for ids in token_batches(3):
+    for ids in token_batches(2, batch=1, length=8):
         training.step(ids)
     engine.drain()
     torch.distributed.barrier()
