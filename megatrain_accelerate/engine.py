@@ -242,7 +242,8 @@ class Engine:
     def _begin_training(self) -> None:
         self.training = True
         for unit in self.runtime.units:
-            unit.allocate("residuals")
+            unit.promise("residuals")
+            unit.allocate("residuals", touch=False)
             unit.promise("gradients")
         self.runtime.offloader.allocate_slots(self.runtime.gradients_leave)
 

@@ -98,7 +98,7 @@ class Telemetry:
         self._tokens: torch.Tensor | int = 0
         hook = ModelHook(weakly(self._count_tokens), with_arguments=True)
         self._handle = model.register_forward_pre_hook(hook, with_kwargs=True)
-        self._before = dataclasses.replace(engine.runtime.meter.counters)
+        self._before = counters_of(engine)
         self._seconds = 0.0
         self._steps = 0
         self._mark: float | None = None

@@ -153,6 +153,7 @@ class FusedStep(HostStep):
         unit = self.runtime.owner_of(state).unit
         unit.bring_states()
         take_over(state, values)
+        unit.note_written("moments")
         unit.write_residual(state, values.get(RESIDUAL_KEY))
         if not values:
             self._shown.discard(id(state.parameter))
@@ -269,7 +270,7 @@ class FusedStep(HostStep):
                     states_on_device.step(unit, device_states, segments, announced)
                 else:
                     step_segments(unit.layout, unit.flat_states, segments, unit.kernels)
-                    unit.note_stepped()
+                    unit.note_written("residuals", "moments")
             _refuse_written(unit, checked, versions)
             if shared_unit is not None:
                 shared_unit.note_applied()

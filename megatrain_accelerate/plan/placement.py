@@ -110,7 +110,7 @@ class UnitSizes:
         moment_bytes = unit.sizes["moments"] // max(1, layout.state_elements)
         staying_bytes = layout.gradient_bytes if unit.passes_gradients else 0
         if is_shared:
-            filled_bytes = layout.weight_bytes + residual_bytes  # written at adoption
+            filled_bytes = layout.weight_bytes + residual_bytes  # touched at adoption
             staying_bytes += max(filled_bytes, sum(unit.shared.mapped.values()) if unit.shared else 0)
         return cls(
             weight_bytes=layout.weight_bytes,

@@ -95,7 +95,7 @@ class PlacementSearch:
     def something_fits(self) -> bool:
         """Whether any placement fits, found with less work than the best one. The first pair of memory budgets has the lowest
         one, with which a step takes the least memory."""
-        return self._first_that_fits(next(iter(self._budget_pairs))) is not None
+        return self.everything() is not None or self._first_that_fits(next(iter(self._budget_pairs))) is not None
 
     def fits(self, placement: Placement) -> bool:
         """Whether a step with this placement fits the device."""

@@ -127,7 +127,7 @@ def plan_table(plan: PlanRecord, runtime: StreamingRuntime, budget_bytes: int, s
     count, on_gpu = len(runtime.layers), len(placement.on_device)
     recomputed = count - len(placement.kept) - len(placement.offloaded)
     there = [unit for unit in runtime.units if not unit.is_on_device]
-    host = plan.offloaded_bytes + sum(unit.bytes_in_use + unit.promised_bytes for unit in there)
+    host = plan.offloaded_bytes + sum(unit.touched_bytes + unit.promised_bytes for unit in there)
     calls = [(step_profile.profiles[event.kind], event.layer) for event in step_profile.forward_calls]
     kept_bytes = sum(profile.kept_bytes for profile, layer in calls if layer in placement.kept)
     lean_bytes = sum(profile.lean_bytes for profile, layer in calls if placement.is_recomputed(layer))

@@ -57,8 +57,8 @@ class WayChoice:
             return whole
 
         def costs(found: tuple[StepProfile, bool]) -> tuple[bool, float]:
-            step_profile, fits = found
-            candidate = self._search(step_profile).best() if fits else None
+            step_profile, is_candidate = found
+            candidate = self._search(step_profile).best() if is_candidate else None
             return candidate is None, step_profile.largest_layer_bytes if candidate is None else candidate.time.seconds
 
         return min((whole, fits), self._largest_pieces(AUTO_TILE_TOKENS), key=costs)[0]

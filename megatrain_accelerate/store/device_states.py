@@ -151,14 +151,17 @@ class DeviceStates:
             where.bring_next()
             host.weights[share.bytes].copy_(self._weights, non_blocking=True)
 
-    def leave(self, host: FlatStates) -> None:
-        """Copies the share's residuals and moments to the host, where they may be read and written until the next step."""
+    def leave(self, host: FlatStates) -> bool:
+        """Copies the share's residuals and moments to the host, where they may be read and written until the next step.
+        Returns whether there was anything to copy."""
+        copies = self._is_current
         with self._where.at_work():
-            if self._is_current:
+            if copies:
                 for here, there in self._pairs(host)[1:]:  # each step has copied the weights
                     copy_bytes(there, here, self._where.host_kernels)
                 self._is_current = False
             self._shown_versions = {}
+        return copies
 
     def _pairs(self, host: FlatStates) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs of each state on the device and its range on the host. The weights come first."""

@@ -52,7 +52,7 @@ class HostMemory:
         self._finalizer: weakref.finalize | None = None
         self._register_wanted = register
         self.is_touched = False
-        """Whether its pages are in use. Set by whoever first writes to them; until then they are zero, and take no memory."""
+        """Whether it counts as taken. Until somebody writes to its pages they are zero, and take no memory."""
 
     @property
     def is_registered(self) -> bool:

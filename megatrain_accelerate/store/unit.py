@@ -4,6 +4,7 @@ own master."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -36,7 +37,7 @@ class HostUnit:
     whoever writes to the parameters from outside (``load_state_dict``). Readers: the h2d stream (weights), the step worker.
     :attr:`version` changes whenever device copies of the weights become stale. Gradients and moments are promised (their bytes
     count as taken) when the unit is to be trained, and allocated when they are first needed, see :meth:`allocate`. Residuals
-    of weights that came in bf16 are zero, and take no memory until the first step or whoever else writes to them.
+    of weights that came in bf16 are zero, and take no memory until a step or somebody else writes to them.
 
     Args:
         parameters: (name, parameter) of the unit, each once, in model order. ``dtypes`` has their compute dtypes, by ``id``.
@@ -103,7 +104,7 @@ class HostUnit:
         if self.shared is None or self.shared.ranks.rank == 0:
             for state in self.states:
                 self._adopt(state)
-        self.memory["weights"].is_touched = True
+        self.note_written("weights")
 
     def _allocate(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
         """Makes memory of one kind where the unit lives. With ``touch`` all host threads zero it, unless ranks share it."""
@@ -156,7 +157,7 @@ class HostUnit:
         value = state.parameter.detach().contiguous()
         if state.residual is not None and value.dtype == torch.float32:
             self._host_kernels.split(value.cpu(), state.weight, state.residual)
-            self.memory["residuals"].is_touched = True
+            self.note_written("residuals")
         elif value.dtype == state.weight.dtype:
             copy_bytes(state.weight, value, self._host_kernels)  # all threads read a mapped file faster than one does
         else:
@@ -194,12 +195,12 @@ class HostUnit:
             value = value.to(state.weight.device).contiguous()
             if state.residual is not None and value.dtype == torch.float32:
                 self.kernels.split(value, state.weight, state.residual)
-                self.memory["residuals"].is_touched = True
+                self.note_written("residuals")
                 return
             if bool((state.weight == value).all()):
                 return  # it was moved to another device, not written to: the residual stays valid
             state.weight.copy_(value)
-        if state.residual is not None:
+        if state.residual is not None and not self._is_blank("residuals"):
             state.residual.zero_()
 
     def read_master(self, state: ParameterState) -> torch.Tensor:
@@ -216,7 +217,7 @@ class HostUnit:
         if state.residual is None or residual is None or residual.dtype != torch.int16:
             return False
         state.residual.copy_(residual)
-        self.memory["residuals"].is_touched = True
+        self.note_written("residuals")
         return True
 
     @property
@@ -227,14 +228,21 @@ class HostUnit:
 
     def bring_states(self) -> None:
         """Makes this process's share of residuals and moments valid on the host, see :meth:`DeviceStates.leave`."""
-        if (states := self.device_states) is not None and self.moments is not None:
-            states.leave(self.flat_states)
-            self.note_stepped()
+        if (states := self.device_states) is not None and self.moments is not None and states.leave(self.flat_states):
+            self.note_written("residuals", "moments")
 
-    def note_stepped(self) -> None:
-        """Called when a step has written to the states, whose memory is in use from then on."""
-        for kind in {"residuals", "moments"} & self.memory.keys():
+    def note_written(self, *kinds: str) -> None:
+        """Called when the engine has written to memory of these kinds, which counts as touched from then on."""
+        for kind in self.memory.keys() & kinds:
             self.memory[kind].is_touched = True
+
+    def _is_blank(self, kind: str) -> bool:
+        """Whether memory of this kind is zero, since neither the engine has written to it nor a script, by an operation of torch,
+        which changes a view's ``_version``."""
+        if self.memory[kind].is_touched:
+            return False
+        views = (([state.residual] if kind == "residuals" else state.moments) or () for state in self.states)
+        return not any(view._version for view in itertools.chain.from_iterable(views) if view is not None)
 
     def allocate(self, kind: str, touch: bool = True) -> None:
         """Allocates one kind of memory, zeroed, where the unit lives, if it is missing and the unit has any of that kind.
@@ -260,7 +268,7 @@ class HostUnit:
         self.memory["weights"].register()
 
     def promise(self, kind: str) -> None:
-        """Has memory for gradients or moments count as taken before it is allocated, see :func:`available_host_bytes`."""
+        """Has memory count as taken before it is touched, see :func:`available_host_bytes`."""
         if self.sizes[kind] and not (kind == "gradients" and self.passes_gradients):
             self._promised.add(kind)
 
@@ -270,17 +278,17 @@ class HostUnit:
 
     @property
     def promised_bytes(self) -> int:
-        """Promised host memory that isn't in use yet, of a unit on the host. Each of several ranks counts its share."""
-        missing = set() if self.is_on_device else self._promised - self._kinds_in_use
+        """Promised host memory that isn't touched yet, of a unit on the host. Each of several ranks counts its share."""
+        missing = set() if self.is_on_device else self._promised - self._touched_kinds
         return sum(self.sizes[kind] for kind in missing) // (self.shared.ranks.size if self.shared else 1)
 
     @property
-    def bytes_in_use(self) -> int:
-        """Bytes of the unit's memory, but for pages that nobody has written to."""
-        return sum(self.sizes[kind] for kind in self._kinds_in_use)
+    def touched_bytes(self) -> int:
+        """Bytes of the unit's memory, without what was never touched."""
+        return sum(self.sizes[kind] for kind in self._touched_kinds)
 
     @property
-    def _kinds_in_use(self) -> set[str]:
+    def _touched_kinds(self) -> set[str]:
         return {kind for kind, memory in self.memory.items() if memory.is_touched}
 
     def promised_moments(self, state: ParameterState) -> Moments | None:
@@ -324,6 +332,7 @@ class HostUnit:
         pending, and it may have no :attr:`device_states`. Without enough memory (``torch.OutOfMemoryError``,
         ``HostMemoryError``) nothing moves."""
         old_memory = self.memory
+        blank = {kind for kind in old_memory if self._is_blank(kind)}
         gradients = [(s, s.parameter.grad, s.sum_residual if s.handle.has_fp32_sum else None) for s in self.states]
         kinds = [kind for kind in old_memory if kind != "gradients"]
         if device is None and "gradients" in self._promised and any(gradient is not None for _, gradient, _ in gradients):
@@ -344,7 +353,7 @@ class HostUnit:
         self.memory, self.kernels = new_memory, kernels
         for kind in {"weights", "residuals", "moments"} & old_memory.keys():
             whole = (0, (self.sizes[kind],), torch.uint8)
-            if old_memory[kind].is_touched:  # otherwise both are zero
+            if kind not in blank:  # otherwise both are zero
                 copy_bytes(new_memory[kind].tensor(*whole), old_memory[kind].tensor(*whole), self._host_kernels)
         self.gradients = None
         for state in self.states:

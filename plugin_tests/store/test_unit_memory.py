@@ -20,6 +20,11 @@ def run_of(model: torch.nn.Module, optimizer: Callable[..., torch.optim.Optimize
     return Training(model, engine, stock, adopt_optimizer(stock, engine.runtime, "deferred"))
 
 
+def moments_of(run: Training) -> list[torch.Tensor]:
+    states = (state for unit in run.engine.runtime.units for state in unit.states)
+    return [moment.cpu().clone() for state in states for moment in state.moments or ()]
+
+
 def residuals_of(run: Training) -> list[torch.Tensor]:
     states = (state for unit in run.engine.runtime.units for state in unit.states)
     return [state.residual.cpu().clone() for state in states if state.residual is not None]
@@ -40,7 +45,11 @@ def test_zero_residuals_take_no_memory_before_the_first_step_and_count_as_promis
     assert residual_bytes > 40 * MIB, "more than what else is allocated meanwhile"
     assert anonymous_bytes() - before < sum(unit.weights.nbytes for unit in units) + residual_bytes // 2
     promised = sum(unit.promised_bytes for unit in units)
-    in_use = sum(unit.bytes_in_use for unit in units)
+    run.model.load_state_dict({name: value + 1 for name, value in run.model.state_dict().items()})
+    run.engine.runtime.refresh_if_written()
+    assert sum(unit.promised_bytes for unit in units) == promised
+    assert anonymous_bytes() - before < sum(unit.weights.nbytes for unit in units) + residual_bytes // 2
+    in_use = sum(unit.touched_bytes for unit in units)
     move_all(run, to_device=True)
     assert not any(residual.any() for residual in residuals_of(run))
     move_all(run, to_device=False)
@@ -49,7 +58,7 @@ def test_zero_residuals_take_no_memory_before_the_first_step_and_count_as_promis
     run.step(ids, max_norm=1.0)
     run.engine.drain()
     assert any(residual.any() for residual in residuals_of(run))
-    used, missing = (sum(getattr(unit, name) for unit in units) for name in ("bytes_in_use", "promised_bytes"))
+    used, missing = (sum(getattr(unit, name) for unit in units) for name in ("touched_bytes", "promised_bytes"))
     assert (used, missing) == (in_use + promised, 0)
 
 
@@ -65,11 +74,22 @@ def of_replaced_weights() -> Training:
     return run
 
 
+def of_residuals_written_in_place() -> Training:
+    run = run_of(tiny_model().to(torch.bfloat16))
+    for unit in run.engine.runtime.units:
+        for state in unit.states:
+            assert state.residual is not None
+            state.residual.fill_(5)
+    return run
+
+
 def _of_a_loaded_optimizer(optimizer: Callable[..., torch.optim.Optimizer]) -> Training:
     trained = run_of(tiny_model(), optimizer)
     trained.step(token_batches(1)[0])
     saved = trained.optimizer.state_dict()
     run = run_of(tiny_model().to(torch.bfloat16), optimizer)
+    for unit in run.engine.runtime.units:
+        unit.allocate("moments", touch=False)  # as a first step does that is skipped
     run.optimizer.load_state_dict(saved)
     return run
 
@@ -82,14 +102,20 @@ def of_a_loaded_stock_optimizer() -> Training:
     return _of_a_loaded_optimizer(torch.optim.RMSprop)
 
 
-@pytest.mark.parametrize(
-    "made", [of_fp32_weights, of_replaced_weights, of_a_loaded_fused_optimizer, of_a_loaded_stock_optimizer]
-)
-def test_residuals_that_were_written_before_the_first_step_move_along(made: Callable[[], Training]) -> None:
+WAYS = [of_fp32_weights, of_replaced_weights, of_residuals_written_in_place]
+WAYS += [of_a_loaded_fused_optimizer, of_a_loaded_stock_optimizer]
+
+
+@pytest.mark.parametrize("made", WAYS)
+def test_states_that_were_written_before_the_first_step_move_along(made: Callable[[], Training]) -> None:
     run = made()
     before = residuals_of(run)
+    moments = moments_of(run)
+    assert any(moment.any() for moment in moments) == (made is of_a_loaded_fused_optimizer)
     assert all(residual.any() for residual in before if residual.numel() > 64)
     for to_device in (True, False):
         move_all(run, to_device)
-        for was, now in zip(before, residuals_of(run), strict=True):
-            assert torch.equal(was, now)
+        # Moments that there weren't are allocated by the move.
+        now = residuals_of(run) + (moments_of(run) if moments else [])
+        assert all(map(torch.equal, before + moments, now))
+        assert len(before + moments) == len(now)
