@@ -237,8 +237,8 @@ class HostUnit:
             self.memory[kind].is_touched = True
 
     def _is_blank(self, kind: str) -> bool:
-        """Whether memory of this kind is zero, since neither the engine has written to it nor a script, by an operation of torch,
-        which changes a view's ``_version``."""
+        """Whether memory of this kind is zero, since neither the engine has written to it nor a script. Scripts write by
+        operations of torch, which change a view's ``_version``."""
         if self.memory[kind].is_touched:
             return False
         views = (([state.residual] if kind == "residuals" else state.moments) or () for state in self.states)
