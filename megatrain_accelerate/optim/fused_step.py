@@ -146,11 +146,11 @@ class FusedStep(HostStep):
 
     def import_state(self, state: ParameterState, values: dict[str, Any]) -> None:
         """Sets a parameter's moments, step and residual from an optimizer's state for it. An empty one means zero moments."""
+        unit = self.runtime.owner_of(state).unit
         if values:
-            self.runtime.owner_of(state).unit.allocate("moments")
+            unit.allocate("moments")
         if state.moments is None:
             return
-        unit = self.runtime.owner_of(state).unit
         unit.bring_states()
         take_over(state, values)
         unit.note_written("moments")

@@ -56,12 +56,11 @@ class WayChoice:
         if self._tile is not None or (fits and is_short):
             return whole
 
-        def costs(found: tuple[StepProfile, bool]) -> tuple[bool, float]:
-            step_profile, is_candidate = found
-            candidate = self._search(step_profile).best() if is_candidate else None
+        def costs(step_profile: StepProfile) -> tuple[bool, float]:
+            candidate = self._search(step_profile).best()
             return candidate is None, step_profile.largest_layer_bytes if candidate is None else candidate.time.seconds
 
-        return min((whole, fits), self._largest_pieces(AUTO_TILE_TOKENS), key=costs)[0]
+        return min(whole, self._largest_pieces(AUTO_TILE_TOKENS)[0], key=costs)
 
     def measured(
         self, step_profile: StepProfile, measure: Callable[[StepProfile], StepProfile]

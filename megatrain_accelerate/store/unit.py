@@ -4,7 +4,6 @@ own master."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -241,8 +240,9 @@ class HostUnit:
         operations of torch, which change a view's ``_version``."""
         if self.memory[kind].is_touched:
             return False
-        views = (([state.residual] if kind == "residuals" else state.moments) or () for state in self.states)
-        return not any(view._version for view in itertools.chain.from_iterable(views) if view is not None)
+        residuals, moments = [state.residual for state in self.states], [state.moments or () for state in self.states]
+        views = residuals if kind == "residuals" else [view for of_state in moments for view in of_state]
+        return not any(view is not None and view._version for view in views)
 
     def allocate(self, kind: str, touch: bool = True) -> None:
         """Allocates one kind of memory, zeroed, where the unit lives, if it is missing and the unit has any of that kind.
@@ -332,7 +332,6 @@ class HostUnit:
         pending, and it may have no :attr:`device_states`. Without enough memory (``torch.OutOfMemoryError``,
         ``HostMemoryError``) nothing moves."""
         old_memory = self.memory
-        blank = {kind for kind in old_memory if self._is_blank(kind)}
         gradients = [(s, s.parameter.grad, s.sum_residual if s.handle.has_fp32_sum else None) for s in self.states]
         kinds = [kind for kind in old_memory if kind != "gradients"]
         if device is None and "gradients" in self._promised and any(gradient is not None for _, gradient, _ in gradients):
@@ -350,11 +349,11 @@ class HostUnit:
             for memory in new_memory.values():
                 memory.close()
             raise
-        self.memory, self.kernels = new_memory, kernels
         for kind in {"weights", "residuals", "moments"} & old_memory.keys():
             whole = (0, (self.sizes[kind],), torch.uint8)
-            if kind not in blank:  # otherwise both are zero
+            if not self._is_blank(kind):  # otherwise both are zero
                 copy_bytes(new_memory[kind].tensor(*whole), old_memory[kind].tensor(*whole), self._host_kernels)
+        self.memory, self.kernels = new_memory, kernels
         self.gradients = None
         for state in self.states:
             state.handle.set_gradient(None)

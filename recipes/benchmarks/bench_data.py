@@ -64,7 +64,10 @@ class SourceTexts(torch.utils.data.Dataset[Record]):
                 ids = torch.tensor([zlib.crc32(word.encode()) % vocabulary for word in words[:length]])
                 self._documents.append({"input_ids": ids, "labels": ids})
         if not self._documents:
-            raise ValueError("Python's standard library has no source files here, from which the documents are made")
+            raise ValueError(
+                "Python's standard library has no source files here, from which the documents are made; take --data random, "
+                "or a Python that is installed with them"
+            )
         self._count = count
 
     def __len__(self) -> int:
