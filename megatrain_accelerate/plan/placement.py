@@ -259,7 +259,10 @@ def step_bytes(step_profile: StepProfile, model: Model, placement: Placement) ->
         calls with offloaded activations or inputs have these on the device: in forward this one, once they are ``made`` (0 or
         1), and the one before it until the next offloaded layer. In backward this one and the next."""
         before = max(0, call - placement.offload_spacing)
-        return others_before[max(before, call + made)] - others_before[before] - inputs_before[before]
+        own, other = others_before[call + 1] - others_before[call], others_before[call] - others_before[before]
+        if made and step_profile.profiles[calls[call].kind].pieces > 1:
+            other = max(own, other)  # or two of the call's own pieces
+        return made * own + other - inputs_before[before]
 
     peak = kept = grown = extra = 0
     forward_call, backward_call = -1, len(calls)
@@ -283,8 +286,11 @@ def step_bytes(step_profile: StepProfile, model: Model, placement: Placement) ->
             above = profile.kept_backward_bytes if remembers else profile.recomputed_bytes - result_bytes
             peak = max(peak, event.live_bytes + kept + grown + above + extra)
             kept -= staying
-            if event.layer in placement.on_device and not model.adds_gradients:
-                grown += model.layers[event.layer].gradient_bytes
+            if event.layer in placement.on_device:
+                gradient_bytes = model.layers[event.layer].gradient_bytes
+                grown += 0 if model.adds_gradients else gradient_bytes
+                if profile.pieces > 1:  # the sums become the gradients while the last piece's are there
+                    peak = max(peak, event.live_bytes + kept + grown + gradient_bytes)
         else:
             forward_call += 1
             # Kept results are alive while the rest of the layer runs.

@@ -100,23 +100,34 @@ def test_the_predicted_step_is_what_the_step_takes(
     assert 0.85 * predicted <= taken <= 1.03 * predicted + 0.1 * MIB
 
 
-COUNTS = [(*counts, pieces) for counts in [(0, 2, 4), (1, 3, 0), (3, 3, 2), (0, 8, 0)] for pieces in (None, 2)]
+COUNTS = [(0, 2, 4), (1, 3, 0), (3, 3, 2), (0, 8, 0), (0, 1, 0)]
+OFFLOADED = [(*counts, pieces, bf16) for counts in COUNTS for pieces in (None, 2) for bf16 in (True, False)]
+# All ways at once, all layers offloaded, and a single one.
+QUICK = [(3, 3, 2, None, True), (3, 3, 2, 2, True), (0, 8, 0, None, True), (0, 8, 0, 2, False), (0, 1, 0, 2, True)]
 
 
-# All ways at once, and all layers offloaded, are quick enough.
-@pytest.mark.parametrize(("kept", "offloaded", "on_device", "micro_batch_size"), long_unless(COUNTS[4:], COUNTS))
+@pytest.mark.parametrize(("kept", "offloaded", "on_device", "micro_batch_size", "bf16"), long_unless(QUICK, OFFLOADED))
 def test_the_predicted_step_counts_offloaded_layers_wherever_they_lie(
-    monkeypatch: pytest.MonkeyPatch, kept: int, offloaded: int, on_device: int, micro_batch_size: int | None
+    monkeypatch: pytest.MonkeyPatch, kept: int, offloaded: int, on_device: int, micro_batch_size: int | None, bf16: bool
 ) -> None:
     monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 1)
     fixed = {"kept_layers": kept, "offloaded_layers": offloaded, "device_layers": on_device}
-    run = planned(200, micro_batch_size=micro_batch_size, **fixed)
+    run = planned(200, micro_batch_size=micro_batch_size, bf16=bf16, **fixed)
     for _ in range(2):  # the pool grows in the first
         run.step(batch(), max_norm=1.0)
     assert len(run.engine.device_plan.current.placement.offloaded) == offloaded
     taken, predicted = peak_of_a_step(run, batch())
     # The graph gives up what has come back tensor by tensor; the plan counts a piece's until the piece is over.
     assert 0.85 * predicted <= taken <= 1.03 * predicted + 0.1 * MIB
+
+
+@pytest.mark.parametrize("on_device", [4, pytest.param(8, marks=pytest.mark.long)])
+def test_the_predicted_step_counts_the_sums_of_pieces_that_become_gradients(on_device: int) -> None:
+    """Pieces of one row: the gradients of a layer that lives on the device weigh more than what a piece saves."""
+    run = planned(200, micro_batch_size=1, kept_layers=0, offloaded_layers=0, device_layers=on_device, **IN_FP32)
+    run.step(batch(), max_norm=1.0)
+    taken, predicted = peak_of_a_step(run, batch())
+    assert 0.95 * predicted <= taken <= predicted
 
 
 def long_batch(length: int = 2048) -> torch.Tensor:
