@@ -196,7 +196,7 @@ class HostUnit:
                 self.kernels.split(value, state.weight, state.residual)
                 self.note_written("residuals")
                 return
-            if bool((state.weight == value).all()):
+            if not state.handle.is_shown and bool((state.weight == value).all()):
                 return  # it was moved to another device, not written to: the residual stays valid
             state.weight.copy_(value)
         if state.residual is not None and not self._is_blank("residuals"):

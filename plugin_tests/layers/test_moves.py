@@ -168,6 +168,25 @@ def test_what_moves_in_inference_mode_can_be_trained_afterwards() -> None:
     assert not any(parameter.is_inference() for parameter in run.model.parameters())
 
 
+def test_weights_that_are_written_back_are_taken_over_alike_wherever_they_live() -> None:
+    """A master becomes what was written, of the weight's precision, also if that is the weight that it had."""
+    states = []
+    for on_device in (0, 2, -1):
+        run = training(device_layers=on_device)
+        batches = token_batches(2)
+        run.step(batches[0])
+        run.engine.drain()
+        weights = {name: value.clone() for name, value in run.model.state_dict().items()}
+        run.model.load_state_dict(weights)
+        run.engine.runtime.refresh_if_written()
+        assert all(torch.equal(run.state()[f"master {name}"], weight.float()) for name, weight in weights.items())
+        run.step(batches[1])
+        run.engine.drain()
+        states.append({key: value for key, value in run.state().items() if key.startswith(("master", "weight"))})
+    for other in states[1:]:
+        assert_equal_states(other, states[0])
+
+
 def test_states_stay_on_the_host_while_one_of_several_optimizers_works_there() -> None:
     model = tiny_model().train()
     parameters = list(model.parameters())
