@@ -47,6 +47,8 @@ LINEAR_SHARE = 0.98
 class Candidate:
     """A placement with what it is predicted to take."""
 
+    counts: Counts = dataclasses.field(compare=False, repr=False)
+    """From which the search made the placement. It may have more kept layers than these say."""
     placement: Placement
     peak_bytes: int
     time: StepTime
@@ -66,10 +68,8 @@ class PlacementSearch:
     """Finds the fastest placement of a step within two budgets. ``budget_bytes`` is device memory for the step, besides what
     the engine holds under any placement. ``host_budget_bytes`` is host memory for activations if all units live on the host,
     to which a unit on the device adds what it frees there. ``fixed`` has the :class:`.Counts`, by name, that settings decide.
-
     If layers can be compiled with several memory budgets, all pairs of neighbouring ones are tried, unless the settings fix
-    how many layers are kept, or that some are offloaded.
-    """
+    how many layers are kept, or that some are offloaded."""
 
     def __init__(
         self,
@@ -93,8 +93,7 @@ class PlacementSearch:
 
     @property
     def something_fits(self) -> bool:
-        """Whether any placement fits, found with less work than the best one. The first pair of memory budgets has the lowest
-        one, with which a step takes the least memory."""
+        """Whether any placement fits. With the first pair of memory budgets, which has the lowest, a step takes the least."""
         return self.everything() is not None or self._first_that_fits(next(iter(self._budget_pairs))) is not None
 
     def fits(self, placement: Placement) -> bool:
@@ -121,56 +120,49 @@ class PlacementSearch:
         if (first := self._first_that_fits(budgets)) is None:
             return None
         # Offloaded inputs gain the most together with what takes their place, so that this way is searched to the end.
-        few = self._climbed(first, budgets, first[0].inputs_offloaded)
-        many = self._climbed(few, budgets, self._count)
-        pays = many[1].time.seconds < (1 - INPUTS_WORTH_IT) * few[1].time.seconds
-        return self._filled(*(many if pays else few))
+        few = self._climbed(first, first.counts.inputs_offloaded)
+        many = self._climbed(few, self._count)
+        return self._filled(many if many.time.seconds < (1 - INPUTS_WORTH_IT) * few.time.seconds else few)
 
-    def _climbed(
-        self, start: tuple[Counts, Candidate], budgets: tuple[float, float], most_inputs: int
-    ) -> tuple[Counts, Candidate]:
-        """What no variation improves, found step by step from ``start``, with inputs of so many layers offloaded at most."""
-        best, found = start
+    def _climbed(self, found: Candidate, most_inputs: int) -> Candidate:
+        """What no variation improves, found step by step, with inputs of so many layers offloaded at most."""
         for _ in range(3):
-            before = best
-            for variation in self._variations(budgets):
-                for counts in variation(best):
+            before = found.counts
+            for variation in self._variations(before.budgets):
+                for counts in variation(found.counts):
                     candidate = self._try(counts) if counts.inputs_offloaded <= most_inputs else None
                     if candidate is not None and candidate.is_worth_it(found):
-                        best, found = counts, candidate
-            if best == before:
+                        found = candidate
+            if found.counts == before:
                 break
-        return best, found
+        return found
 
-    def _first_that_fits(self, budgets: tuple[float, float]) -> tuple[Counts, Candidate] | None:
+    def _first_that_fits(self, budgets: tuple[float, float]) -> Candidate | None:
         """The placement with the fewest offloaded inputs with which a step fits; the host may lack memory for one more."""
-        start = Counts(**self._fixed, budgets=budgets)
-        tried = ((counts, self._try(counts)) for counts in self._varied(start, inputs_offloaded=range(self._count + 1)))
-        return next(((counts, found) for counts, found in tried if found is not None), None)
+        varied = self._varied(Counts(**self._fixed, budgets=budgets), inputs_offloaded=range(self._count + 1))
+        return next((found for counts in varied if (found := self._try(counts)) is not None), None)
 
     def leanest(self) -> Candidate:
         """The placement for a step that fits in no way: what settings fix, and, where they leave that open, the number of
         offloaded inputs that fits the host and gives the lowest peak."""
-        settled = Counts(**self._fixed).placement(self._count)
-        placements = [settled]
-        for count in range(1, 1 if "inputs_offloaded" in self._fixed else self._count + 1):
-            leaving = dataclasses.replace(settled, inputs_offloaded=frozenset(range(count)), offload_spacing=1)
-            placements += [leaving] if self._has_host_room(leaving) else []
-        peak_bytes, at = min((self._peak_bytes(placement), at) for at, placement in enumerate(placements))
-        return self._candidate(placements[at], peak_bytes)
+        counts = Counts(**self._fixed)
+        settled = counts.placement(self._count)
+        tried = range(1, 1 if "inputs_offloaded" in self._fixed else self._count + 1)
+        leaving = [dataclasses.replace(settled, inputs_offloaded=frozenset(range(at)), offload_spacing=1) for at in tried]
+        leanest = min([settled, *filter(self._has_host_room, leaving)], key=self._peak_bytes)
+        return self._candidate(counts, leanest, self._peak_bytes(leanest))
 
-    def _filled(self, at: Counts, found: Candidate) -> Candidate:
+    def _filled(self, found: Candidate) -> Candidate:
         """The candidate with as much more on the device as fits without costing time or kept layers: host and link do less."""
         fillings: list[dict[str, Iterable[int]]] = [
-            {"states_on_device": range(self._count, at.states_on_device, -1)},
-            {"groups_on_device": [True], "on_device": range(self._count, at.on_device, -1)},
+            {"states_on_device": range(self._count, found.counts.states_on_device, -1)},
+            {"groups_on_device": [True], "on_device": range(self._count, found.counts.on_device, -1)},
         ]
         for values in fillings if self._model.ranks > 1 else fillings[1:]:
             seconds, kept = (1 + NO_SLOWER) * found.time.seconds, len(found.placement.kept)
-            for counts in self._varied(at, **values):
-                candidate = self._try(counts)
+            for candidate in map(self._try, self._varied(found.counts, **values)):
                 if candidate is not None and candidate.time.seconds <= seconds and len(candidate.placement.kept) >= kept:
-                    at, found = counts, candidate
+                    found = candidate
                     break
         return found
 
@@ -210,10 +202,9 @@ class PlacementSearch:
             return
         yield lambda at: vary(at, offloaded=near(at.offloaded, 3))
         if "on_device" not in self._fixed:
-            few = some[:_FEW_ON_DEVICE]
             yield lambda at: (
                 counts
-                for counts in vary(at, offloaded=near(at.offloaded, 3), on_device=few, groups_on_device=both)
+                for counts in vary(at, offloaded=near(at.offloaded, 3), on_device=some[:_FEW_ON_DEVICE], groups_on_device=both)
                 if counts.groups_on_device in (at.groups_on_device, counts.on_device > 0)
             )
         if moves_states:
@@ -234,10 +225,11 @@ class PlacementSearch:
             kept = most - bisect.bisect_left(range(most + 1), True, key=lambda others: self.fits(placement(most - others)))
         chosen = placement(max(0, kept))
         taken_bytes = self._peak_bytes(chosen)
-        return self._candidate(chosen, taken_bytes) if taken_bytes <= self._budget and self._has_host_room(chosen) else None
+        fits = taken_bytes <= self._budget and self._has_host_room(chosen)
+        return self._candidate(counts, chosen, taken_bytes) if fits else None
 
-    def _candidate(self, placement: Placement, peak: int) -> Candidate:
-        return Candidate(placement, peak, self._time(_leaving_what_counts(placement)))
+    def _candidate(self, counts: Counts, placement: Placement, peak: int) -> Candidate:
+        return Candidate(counts, placement, peak, self._time(_leaving_what_counts(placement)))
 
     def _peak_bytes(self, placement: Placement) -> int:
         """The peak of a step. Its part :func:`step_bytes` doesn't depend on where groups live, and is cached without that."""
@@ -245,8 +237,7 @@ class PlacementSearch:
         return held_bytes(self._model, placement) + self._step_bytes(step)
 
     def _has_host_room(self, placement: Placement) -> bool:
-        room_bytes = self._host_budget + self._model.moved_bytes(placement)
-        return sum(sent_bytes(self._step_profile, placement)) <= max(0, room_bytes)
+        return sum(sent_bytes(self._step_profile, placement)) <= max(0, self._host_budget + self._model.moved_bytes(placement))
 
 
 def place_both(
@@ -265,9 +256,9 @@ def place_both(
     usual = step_at(share)
     if usual is None or (best := search_for(usual).best()) is None:
         return None
-    if (found := _largest_beside(best, largest, search_for)) is None:
+    if (most := _largest_beside(best, largest, search_for)) is None:
         return None
-    most, there = found
+    there = {name: getattr(most.counts, name) for name in ("groups_on_device", "on_device", "states_on_device")}
     moves = any(getattr(most.placement, name) != getattr(best.placement, name) for name in ("on_device", "states_on_device"))
     if moves and (best := search_for(usual, **there).best()) is None:
         return None
@@ -291,21 +282,17 @@ def place_both(
     return both, both.is_linear and not moves
 
 
-def _largest_beside(
-    best: Candidate, largest: StepProfile, search_for: Callable[..., PlacementSearch]
-) -> tuple[Candidate, dict[str, int]] | None:
+def _largest_beside(best: Candidate, largest: StepProfile, search_for: Callable[..., PlacementSearch]) -> Candidate | None:
     """The placement of the largest batch with as many layers on the device, and layers stepped there, as ``best`` has, or as
-    many of them as fit (unless settings fix that), and the counts with which it was found. None if it doesn't fit."""
+    many of them as fit (unless settings fix that). None if it doesn't fit."""
     layers, states = len(best.placement.on_device), len(best.placement.states_on_device)
     fewer_states = [(layers, count) for count in range(states, -1, -1)]
     for on_device, stepped in fewer_states + [(count, 0) for count in range(layers - 1, -1, -1)]:
         groups = best.placement.groups_on_device
-        there = {"groups_on_device": groups, "on_device": on_device, "states_on_device": stepped}
-        search = search_for(largest, **there)
+        search = search_for(largest, groups_on_device=groups, on_device=on_device, states_on_device=stepped)
         if search.something_fits:
             # The same memory budgets first: each has graphs of its own, which take time to compile.
-            found = search.best_with(best.placement.budgets) or search.best()
-            return None if found is None else (found, there)
+            return search.best_with(best.placement.budgets) or search.best()
     return None
 
 
