@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 """Positional and keyword arguments of a call."""
+Inputs = Mapping[str, Any]
+"""Arguments of a model's forward by name."""
 
 _HOLD_NOTHING = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 

@@ -10,7 +10,7 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.hooks import replaced
 from megatrain_accelerate.kernels.device import can_step_on
 from megatrain_accelerate.layers.micro_batches import rows_of
+from megatrain_accelerate.layers.nested_tensors import Inputs
 from megatrain_accelerate.layers.policy import Placement
 from megatrain_accelerate.layers.runtime import StreamingRuntime, forwards_are_open
 from megatrain_accelerate.layers.saved_tensors import innermost_hooks
@@ -68,23 +69,12 @@ _EAGER_FLOPS = 3.5e14
 """FLOP/s of uncompiled layers on an H200. A slower GPU saves more seconds than this estimate says."""
 
 
-def _hidden_from_hooks() -> contextlib.AbstractContextManager[Any]:
-    """Hides what the body's runs save from hooks around it: a checkpoint around the whole model would count their tensors."""
-    return (
-        contextlib.nullcontext()
-        if innermost_hooks() is None
-        else saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
-    )
-
-
 class DevicePlan:
     """Plans the steps of one engine. A batch that is larger than the last plan covers, and doesn't fit it, gets a new plan.
-
     Layers are measured on the first batch that doesn't surely fit. Steps on other batches are extrapolated from it while they
     run in the same way. Once sizes vary, plans leave room for larger batches, so that data of many lengths needs few plans.
     Such a plan may have two placements: for the largest batch that it covers, and for the *usual* one, a batch with the mean
-    number of tokens of all so far (:attr:`.PlanRecord.usual_share`).
-    """
+    number of tokens of all so far (:attr:`.PlanRecord.usual_share`)."""
 
     def __init__(self, runtime: StreamingRuntime, config: MegatrainConfig, device: torch.device, show: bool = False) -> None:
         self._runtime, self._config, self._device = runtime, config, device
@@ -130,8 +120,7 @@ class DevicePlan:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """The last plan by :meth:`PlanRecord.as_data`. None before the first one, without a budget, or while the plan is that
-        of an uncompiled first step."""
+        """The last plan as data. None before the first one, without a budget, or while it is an uncompiled first step's."""
         is_planned = self.current.plans and self.budget.exists and self._compiles_after is None
         return self.current.as_data() if is_planned else None
 
@@ -144,7 +133,7 @@ class DevicePlan:
     def _machine(self) -> Machine:
         return measured_machine(self._device, self._runtime.kernels, self._rank_count)
 
-    def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    def make_room(self, model: nn.Module, inputs: Inputs) -> None:
         """Called before a forward without gradients. If it doesn't fit beside units and states on the device, they move to the
         host until the next training forward. If memory is left, streamed layers are held (:mod:`.evaluation_weights`), unless
         a backward of any model is to come, which needs the memory: the forward before it has given up what was held."""
@@ -160,7 +149,7 @@ class DevicePlan:
                 self._is_displaced = True
                 self._runtime.place((), groups_on_device=False)
 
-    def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    def follow(self, model: nn.Module, inputs: Inputs) -> None:
         """Plans for a training forward on ``inputs``, the model's arguments, if no plan covers them. A forward that begins
         before another one's backward (as in preference losses) recomputes all layers, and the next plan leaves room for it."""
         if open_forwards := self._runtime.open_forwards:
@@ -182,14 +171,16 @@ class DevicePlan:
         ranks, omits_padding = self._runtime.ranks, self._runtime.calls.real_tokens is not None
         own = (self._extent(inputs), row_size(inputs), omits_padding, self.current.planned, self._resumed is not None)
         of_ranks: list[Any] = [own] if ranks is None else ranks.gather(own)
-        extents, sizes, padding_omitted = ([of_rank[at] for of_rank in of_ranks] for at in range(3))
+        extents, sizes, padding_omitted, planned, resumes = zip(*of_ranks, strict=True)
         extent = functools.reduce(BatchExtent.union, extents)
         self._note_rows(*sizes)  # before compiling: it decides whether graphs are for one size
         tokens = self.current.tokens + sum(of_rank.real for of_rank in extents)
         self._note(batches=self.current.batches + len(extents), tokens=tokens)
         # All ranks decide by what all have gathered, so that they take the same branch.
-        if any(resumes or not planned.covers(extent) for *_, planned, resumes in of_ranks):
-            with _hidden_from_hooks():
+        if any(resumes) or not all(of_rank.covers(extent) for of_rank in planned):
+            # A checkpoint around the whole model would count what the trial runs save.
+            has_hooks = innermost_hooks() is not None
+            with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach) if has_hooks else contextlib.nullcontext():
                 if ranks is None:
                     self._plan(model, inputs, extent, sizes)
                 else:
@@ -204,7 +195,7 @@ class DevicePlan:
         self._table = None
 
     def _plan_together(
-        self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any], extents: Sequence[BatchExtent], sizes: Sequence[int]
+        self, ranks: Ranks, model: nn.Module, inputs: Inputs, extents: Sequence[BatchExtent], sizes: Sequence[int]
     ) -> None:
         """Makes one plan for all ranks: the rank with the largest batch plans, within the smallest rank's budget."""
         extent = functools.reduce(BatchExtent.union, extents)
@@ -255,7 +246,7 @@ class DevicePlan:
         self.current, self._resumed = plan, None
         self._profiles.clear()
 
-    def _holds(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> bool:
+    def _holds(self, model: nn.Module, inputs: Inputs, extent: BatchExtent) -> bool:
         """Whether a text batch that the last plan doesn't cover fits it nevertheless: with longer rows and fewer tokens, say.
         The first plan isn't asked: the second one knows the mean size, and may keep more of batches of that size. Nor are
         plans of several ranks, which would have to agree, and those of forwards that wait beside others of any size."""
@@ -278,9 +269,8 @@ class DevicePlan:
         self._note(held=held, seen=plan.seen.union(extent), predicted_bytes=max(plan.predicted_bytes, taken_bytes))
         return True
 
-    def _plan(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, sizes: Sequence[int]) -> None:
-        """Plans for batches of this extent and these row sizes, unless the plan of an interrupted training covers them, or
-        they fit the last plan."""
+    def _plan(self, model: nn.Module, inputs: Inputs, extent: BatchExtent, sizes: Sequence[int]) -> None:
+        """Plans for batches of this extent and these row sizes, unless an interrupted training's plan or the last one fits."""
         if self._resumed is not None:
             self._take_over(model, self._resumed, sizes)
         if self.current.planned.covers(extent):
@@ -311,10 +301,8 @@ class DevicePlan:
         if budget_bytes and (self.show or self._runtime.ranks is not None) and self._compiles_after is None:
             self._table = plan_table(plan, self._runtime, budget_bytes, step_profile)
         if budget_bytes and plan.predicted_bytes > budget_bytes:
-            held = {
-                **self.budget.fixed_bytes_by_kind(step_profile),
-                "step": plan.predicted_bytes - self.fixed_bytes(step_profile),
-            }
+            of_step = plan.predicted_bytes - self.fixed_bytes(step_profile)
+            held = {**self.budget.fixed_bytes_by_kind(step_profile), "step": of_step}
             logger.warning(
                 "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s), and the budget is %.1f GiB; if it "
                 "runs out of memory, set megatrain_config.micro_batch_size, or lower per_device_train_batch_size or lengths",
@@ -344,7 +332,7 @@ class DevicePlan:
             torch.backends.cuda.enable_cudnn_sdp(False)
             self._cudnn_again = weakref.finalize(self, torch.backends.cuda.enable_cudnn_sdp, True)
 
-    def _best_plan(self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent) -> tuple[PlanRecord, StepProfile]:
+    def _best_plan(self, model: nn.Module, inputs: Inputs, seen: BatchExtent) -> tuple[PlanRecord, StepProfile]:
         """The plan, and the profile of the step that it is made for. While all batches have one size, that step is on this
         batch; later it is on one that covers all batches so far (``seen``) and, as far as such a step fits, larger ones."""
         made_with = made_for(model, self._runtime, self._config, self.micro_batches)
@@ -373,7 +361,7 @@ class DevicePlan:
         return dataclasses.replace(plan, predicted_bytes=fixed_bytes + most_bytes, usual_bytes=usual_bytes), step_profile
 
     def _steps_to_plan_for(
-        self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
+        self, model: nn.Module, inputs: Inputs, seen: BatchExtent
     ) -> Iterator[tuple[float, BatchExtent, StepProfile]]:
         """Yields growth, extent and profile of steps, the largest first: if sizes vary, of those on ``seen`` and on larger
         batches that fit, and at last of the step on ``inputs``, whether it fits or not."""
@@ -392,7 +380,7 @@ class DevicePlan:
         yield 1.0, self._extent(inputs), self.foresee(model, inputs)
 
     def _resized_step(
-        self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, growth: float, may_change_way: bool = False
+        self, model: nn.Module, inputs: Inputs, extent: BatchExtent, growth: float, may_change_way: bool = False
     ) -> tuple[BatchExtent, StepProfile | None]:
         """The extent of a batch ``growth`` times as large, and its step scaled from the measured one, or None if unknown."""
         calls = self._runtime.calls
@@ -410,7 +398,7 @@ class DevicePlan:
             return extent, None
 
     def _placed(
-        self, model: nn.Module, inputs: Mapping[str, Any], plan: PlanRecord, step_profile: StepProfile
+        self, model: nn.Module, inputs: Inputs, plan: PlanRecord, step_profile: StepProfile
     ) -> tuple[PlanRecord, bool]:
         """The plan with the fastest placement that fits, else the leanest one, and with one for the usual batch if that batch
         is clearly smaller. Also returns whether room for the largest batch is known to cost the usual one nothing."""
@@ -434,7 +422,7 @@ class DevicePlan:
         time, sent = None if step_profile.surely_fits else found.time, sum(sent_bytes(step_profile, found.placement))
         return dataclasses.replace(plan, placement=found.placement, predicted_time=time, offloaded_bytes=sent), False
 
-    def _extent(self, inputs: Mapping[str, Any]) -> BatchExtent:
+    def _extent(self, inputs: Inputs) -> BatchExtent:
         return BatchExtent.of(inputs, self._runtime.calls.real_tokens)
 
     def fixed_bytes(self, step_profile: StepProfile) -> int:
@@ -495,11 +483,10 @@ class DevicePlan:
         self._note(seen=BatchExtent(), planned=BatchExtent(), plans=0)
         self._resumed = None
 
-    def foresee(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepProfile:
+    def foresee(self, model: nn.Module, inputs: Inputs) -> StepProfile:
         """The profile of a step on ``inputs``, without a plan for it. :meth:`follow` uses it, too. The first profile is
         measured unless the step surely fits. Later ones are scaled from it, and measured if that step doesn't fit. Raises an
-        ``UnsupportedError`` for a batch that can't run in pieces, and what the model raises if it reads values of fake
-        tensors."""
+        ``UnsupportedError`` for a batch that can't run in pieces, and what the model raises on fake tensors."""
         shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
         key = (self._runtime.batch_cut.asked, shapes, self._extent(inputs))
         if key not in self._profiles:
@@ -553,11 +540,11 @@ class DevicePlan:
                     steps,
                 )
 
-    def _scaling_key(self, inputs: Mapping[str, Any]) -> Hashable:
+    def _scaling_key(self, inputs: Inputs) -> Hashable:
         """What two steps must have in common for the costs of one to be scaled to the other."""
         return self._runtime.batch_cut.asked, self._runtime.compiled.pays, frozenset(inputs)
 
-    def _without_measuring(self, inputs: Mapping[str, Any], step_profile: StepProfile) -> StepProfile | None:
+    def _without_measuring(self, inputs: Inputs, step_profile: StepProfile) -> StepProfile | None:
         """The estimated profile if that will do, or one scaled from the measured step. None if this step is to be measured."""
         if not self.measures:
             return step_profile
@@ -565,15 +552,13 @@ class DevicePlan:
             return extrapolated_profile(step_profile, *steps, self._machine)
         # If everything fits with much room to spare, it is placed on the device whatever a step's time, and memory is
         # estimated well enough. But what compiled layers save can't be estimated, and joining micro-batches depends on times.
-        in_one_piece = self.micro_batches == 1 and not (
-            step_profile.token_tile or step_profile.samples or self._runtime.batch_cut.asked
-        )
-        if not in_one_piece or self._runtime.compiled.may_compile:
+        in_pieces = step_profile.token_tile or step_profile.samples or self._runtime.batch_cut.asked
+        if in_pieces or self.micro_batches > 1 or self._runtime.compiled.may_compile:
             return None
         everything = self.search_for(step_profile, budget_bytes=int(CERTAIN_SHARE * self.budget.whole_bytes())).everything()
         return None if everything is None else dataclasses.replace(step_profile, surely_fits=True)
 
-    def _ways(self, model: nn.Module, inputs: Mapping[str, Any]) -> WayChoice:
+    def _ways(self, model: nn.Module, inputs: Inputs) -> WayChoice:
         def step_profile() -> StepProfile:
             profile = profile_step(model, self._runtime, inputs, self._device)
             calls = Counter(call.layer for call in profile.forward_calls)
@@ -585,15 +570,13 @@ class DevicePlan:
         return WayChoice(self._runtime, self._config, samples, step_profile, self.search_for)
 
     def search_for(self, step_profile: StepProfile, budget_bytes: int | None = None, **counts: int) -> PlacementSearch:
-        """The search for such a step's placement, within the whole budget by default. The ``counts`` (:class:`.Counts`) are
-        fixed in it, unless the settings fix others."""
+        """The search for such a step's placement. It fixes the ``counts`` (:class:`.Counts`) that the settings leave open."""
         whole_bytes = self.budget.whole_bytes() if budget_bytes is None else budget_bytes
-        left_bytes, host_bytes = whole_bytes - self.fixed_bytes(step_profile), self._host_budget_bytes()
-        return PlacementSearch(
-            step_profile, self.model_sizes(), self._machine, left_bytes, {**counts, **self._fixed_counts()}, host_bytes
-        )
+        left_bytes, fixed = whole_bytes - self.fixed_bytes(step_profile), {**counts, **self._fixed_counts()}
+        sizes, host_bytes = self.model_sizes(), self._host_budget_bytes()
+        return PlacementSearch(step_profile, sizes, self._machine, left_bytes, fixed, host_bytes)
 
-    def _measured(self, model: nn.Module, inputs: Mapping[str, Any], step_profile: StepProfile) -> StepProfile:
+    def _measured(self, model: nn.Module, inputs: Inputs, step_profile: StepProfile) -> StepProfile:
         is_plain = self._runtime.runs_whole and self.search_for(step_profile).everything() is not None
         try:
             return measure_layers(model, self._runtime, inputs, step_profile, self.budget.whole_bytes(), is_plain)
@@ -667,8 +650,7 @@ class DevicePlan:
 
     @property
     def adds_on_host(self) -> bool:
-        """Whether gradients are summed on the host: over several backwards, or over the pieces of a batch, for each of which
-        experts that stream in parts send gradients."""
+        """Whether gradients are summed on the host: over several backwards, or, of experts in parts, over a batch's pieces."""
         in_pieces = self._runtime.batch_cut.asked is not None
         return self.micro_batches > 1 or (in_pieces and any(at.has_trainable for at in self._runtime.experts))
 

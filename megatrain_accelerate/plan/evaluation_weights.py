@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
 from megatrain_accelerate.layers.caches import CACHE_ARGUMENTS, cache_bytes, has_cached_tokens
+from megatrain_accelerate.layers.nested_tensors import Inputs
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.plan.device_budget import DeviceBudget
 from megatrain_accelerate.plan.fake_step import evaluation_bytes
@@ -21,12 +20,12 @@ from megatrain_accelerate.units import GIB
 logger = logging.getLogger(__name__)
 
 
-def has_cache(inputs: Mapping[str, Any]) -> bool:
+def has_cache(inputs: Inputs) -> bool:
     """Whether a forward is part of a generation: it gets a cache, perhaps an empty one."""
     return any(inputs.get(name) is not None for name in CACHE_ARGUMENTS)
 
 
-def is_next_token(inputs: Mapping[str, Any]) -> bool:
+def is_next_token(inputs: Inputs) -> bool:
     """Whether a forward computes one more token of a generation: it gets one token a sample, and a cache."""
     ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
     is_one = isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1
@@ -42,11 +41,10 @@ class EvaluationWeights:
         self._runtime, self._setting, self._budget = runtime, setting, budget
         self._forwards = self._cache_bytes = self._needed_bytes = 0
         self._evaluated: dict[frozenset[str], BatchExtent] = {}
-        """Extents that cover all forwards so far, by the names of what these were given: with labels a model makes all logits,
-        for a generation those of the last token."""
+        """Extents that cover all forwards so far, by the names of their inputs: with labels a model makes all logits."""
         self._is_full = self._is_warned = self._is_warned_of_experts = False
 
-    def needed_bytes(self, model: nn.Module, inputs: Mapping[str, Any]) -> int:
+    def needed_bytes(self, model: nn.Module, inputs: Inputs) -> int:
         """Predicted device bytes of the largest forward without gradients so far, including this one, with caches as large as
         any so far, besides what its own caches hold already. 0 if unknown."""
         given = frozenset(name for name, value in inputs.items() if value is not None)
@@ -65,7 +63,7 @@ class EvaluationWeights:
         self._cache_bytes = max(self._cache_bytes, allocated_bytes)
         return self._needed_bytes and self._needed_bytes + self._cache_bytes - allocated_bytes
 
-    def before_forward(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    def before_forward(self, model: nn.Module, inputs: Inputs) -> None:
         """Called before a forward without gradients. Holds more layers if they fit, or gives some up if memory is short."""
         if self._setting == "stream" or self._runtime.prefetcher.all_on_device:
             return

@@ -9,7 +9,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from megatrain_accelerate.layers.compiled_layer import without_saving
 from megatrain_accelerate.layers.expert_function import ExpertResults
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.micro_batches import BatchSplit
-from megatrain_accelerate.layers.nested_tensors import taken_apart, tensors_in
+from megatrain_accelerate.layers.nested_tensors import Args, Inputs, Kwargs, taken_apart, tensors_in
 from megatrain_accelerate.layers.output_recorder import Recorded
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.runtime import StreamingRuntime
@@ -44,7 +44,7 @@ _kinds: dict[Hashable, int] = {}
 """The number of each kind of call so far. A search looks up profiles some million times, which is fast by a number."""
 
 
-def call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def call_kind(layer: StreamedLayer, args: Args, kwargs: Kwargs) -> int:
     """A number that is equal for calls of equal cost: of equal layouts, plain attributes of modules and argument shapes."""
     leaves, spec = tree_flatten((args, kwargs))
     shapes = tuple(
@@ -65,7 +65,7 @@ def call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any
 class _SavedStorages:
     """Counts the storages that autograd saves in one call, and the bytes that :class:`.ActivationOffloader` would offload."""
 
-    def __init__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], live: LiveBytes) -> None:
+    def __init__(self, layer: StreamedLayer, args: Args, kwargs: Kwargs, live: LiveBytes) -> None:
         self._live, self.costs = live, live.costs
         """Costs up to the last saved tensor."""
         inputs = tensors_in((args, kwargs))
@@ -110,7 +110,7 @@ class _StepProfiler:
     """Runs in place of the layers and records an event for each call and each backward."""
 
     def __init__(
-        self, live: LiveBytes, runtime: StreamingRuntime, device: torch.device, cost_estimate: CostEstimate | None
+        self, live: LiveBytes, runtime: StreamingRuntime, device: torch.device, estimate: CostEstimate | None
     ) -> None:
         self.events: list[Event] = []
         self.profiles: dict[Hashable, LayerProfile] = {}
@@ -119,7 +119,7 @@ class _StepProfiler:
         self._cut, self._calls = runtime.batch_cut, runtime.calls
         self._row: RealTokens | None = None
         """The tokens that the call in progress runs on, if it doesn't run on a batch."""
-        self._cost_estimate = cost_estimate
+        self._estimate = estimate
         self.costs_before = OpCosts()
         self._outputs: dict[Hashable, tuple[Callable[[Sequence[torch.Tensor]], Any], list[tuple[Any, ...]]]] = {}
         """For each kind of call, what reassembles its outputs, and size, stride, dtype and device of each tensor in them."""
@@ -129,7 +129,7 @@ class _StepProfiler:
         self.events.append(Event(is_backward, layer, kind, live.live_bytes, live.take_peak(), live.costs - self.costs_before))
         self.costs_before = live.costs
 
-    def __call__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, layer: StreamedLayer, args: Args, kwargs: Kwargs) -> Any:
         _, length = tokens_of(args, kwargs) or (0, 0)
         self._row, args, kwargs = layer.unpadded.in_a_row(self._calls.real_tokens_in_one_row, args, kwargs)
         kind = call_kind(layer, args, kwargs)
@@ -146,14 +146,12 @@ class _StepProfiler:
         output_recorder.enter(recorded)
         return batch_of(self._row, output)
 
-    def _run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recorded]:
+    def _run(self, layer: StreamedLayer, args: Args, kwargs: Kwargs) -> tuple[Any, Recorded]:
         with output_recorder.apart() as recorded:
             output = layer.run(args, kwargs, self._row)
         return output, recorded
 
-    def _profile(
-        self, layer: StreamedLayer, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], length: int
-    ) -> None:
+    def _profile(self, layer: StreamedLayer, kind: Hashable, args: Args, kwargs: Kwargs, length: int) -> None:
         """Profiles a call by a fake run of the layer itself, which doesn't count as run outside the layers."""
         live = self._live
         split = BatchSplit.of_call(layer, args, kwargs, self._cut)
@@ -240,34 +238,28 @@ class _StepProfiler:
             expert_bytes=expert_bytes,
             length=length,
         )
-        if self._cost_estimate is not None:
-            profile = self._cost_estimate(layer, profile, in_forward)
+        if self._estimate is not None:
+            profile = self._estimate(layer, profile, in_forward)
         self.profiles[kind] = profile.of_pieces(split, whole_bytes)
         live.take_peak()
         self.costs_before = live.costs
 
 
-def as_leaves(
-    args: tuple[Any, ...], kwargs: dict[str, Any], needs_grad: Sequence[bool]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_leaves(args: Args, kwargs: Kwargs, needs_grad: Sequence[bool]) -> tuple[Args, Kwargs]:
     """The arguments, detached from their graph. ``needs_grad`` says of each tensor whether it requires grad."""
     needs = iter(needs_grad)
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().requires_grad_(next(needs)), (args, kwargs))
 
 
 def profile_step(
-    model: nn.Module,
-    runtime: StreamingRuntime,
-    inputs: Mapping[str, Any],
-    device: torch.device,
-    cost_estimate: CostEstimate | None = None,
+    model: nn.Module, runtime: StreamingRuntime, inputs: Inputs, device: torch.device, estimate: CostEstimate | None = None
 ) -> StepProfile:
     """Profiles a step by one fake run of the model's forward and backward, as they will run on the device. ``inputs`` are the
-    keyword arguments of the real call. Without labels the loss is the sum over the output. ``cost_estimate`` adds times to the
+    keyword arguments of the real call. Without labels the loss is the sum over the output. ``estimate`` adds times to the
     profile of a call or of its first piece. Raises whatever the model raises when it reads data, which a fake run lacks."""
     with fake_model(model, inputs, device) as (fake_inputs, live):
         runtime.batch_cut.begin(dict(inputs))
-        profiler = _StepProfiler(live, runtime, device, cost_estimate)
+        profiler = _StepProfiler(live, runtime, device, estimate)
         with runtime.layers_run_by(profiler), live:
             with _sums_divided_by(fake_inputs.get("num_items_in_batch")) as sums:
                 loss = loss_of(model.forward(**fake_inputs), device)
@@ -279,9 +271,7 @@ def profile_step(
     return StepProfile(tuple(profiler.events), peak, costs, profiler.profiles, *way, sums_loss=is_sum)
 
 
-def evaluation_bytes(
-    model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device
-) -> tuple[int, int]:
+def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Inputs, device: torch.device) -> tuple[int, int]:
     """Peak bytes of a forward without gradients, besides the engine's memory and what the forward adds to caches among its
     arguments, and the bytes that these caches hold after it. Raises as :func:`profile_step` does."""
     as_they_are = runtime.layers_run_by(StreamedLayer.run)

@@ -1,9 +1,7 @@
 """Measures one real call of each kind of layer on the batch: its times, and its memory as the caching allocator counts it.
-
 The model's own forward runs, so masks, position embeddings and hidden states are real. Later calls of a kind return the output
 of the first. What runs outside the layers, the loss above all, is timed in the same way. Timed calls follow each other without
-a wait, as in a step, so that the device gets as warm as in training.
-"""
+a wait, as in a step, so that the device gets as warm as in training."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from megatrain_accelerate.layers.compiled_layer import without_saving
 from megatrain_accelerate.layers.execution_state import rng_state_restored
 from megatrain_accelerate.layers.layer import StreamedLayer, bound
 from megatrain_accelerate.layers.micro_batches import BatchSplit
-from megatrain_accelerate.layers.nested_tensors import tensors_in
+from megatrain_accelerate.layers.nested_tensors import Args, Inputs, Kwargs, tensors_in
 from megatrain_accelerate.layers.output_recorder import Recorded
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.layers.runtime import StreamingRuntime
@@ -52,8 +50,6 @@ _OUTSIDE_ROUNDS = 3
 CERTAIN_SHARE = 0.75
 """Share of the device. If all layers' activations take less, none are recomputed, and no graph is compiled for that. If they
 and all states are estimated to take less, nothing is measured: estimates were 1 to 2 % high (0.5B and 3B on an H100)."""
-
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Stopwatch:
@@ -109,7 +105,7 @@ class _Stopwatch:
 def measure_layers(
     model: nn.Module,
     runtime: StreamingRuntime,
-    inputs: Mapping[str, Any],
+    inputs: Inputs,
     step_profile: StepProfile,
     budget_bytes: int,
     is_plain: bool = False,
@@ -129,12 +125,10 @@ def measure_layers(
         # Gives autograd's thread for the device its CUDA context: cuBLAS warns where it has none.
         torch.ones((), device=device, requires_grad=True).mul(2.0).backward()
         outside_seconds = _measure_outside(model, inputs, layers)
-    measured = dataclasses.replace(
-        step_profile, profiles={**step_profile.profiles, **layers.profiles}, outside_seconds=outside_seconds
-    )
+    profiles = {**step_profile.profiles, **layers.profiles}
     del layers
     torch.cuda.empty_cache()
-    return measured
+    return dataclasses.replace(step_profile, profiles=profiles, outside_seconds=outside_seconds)
 
 
 class _MeasuredLayers:
@@ -150,22 +144,21 @@ class _MeasuredLayers:
         self.runtime, self._step_profile, self._budget_bytes, self._is_plain = runtime, step_profile, budget_bytes, is_plain
         self._outputs: dict[Hashable, tuple[Any, Recorded]] = {}
 
-    def __call__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, layer: StreamedLayer, args: Args, kwargs: Kwargs) -> Any:
         kind = self.kinds[self.position]
         self.position += 1
         if kind not in self._outputs:
-            self.profiles[kind], self._outputs[kind] = self._measured(kind, layer, (args, kwargs))
+            self.profiles[kind], self._outputs[kind] = self._measured(kind, layer, args, kwargs)
         made = self._outputs[kind]
-        needs = [tensor.is_floating_point() for tensor in tensors_in(made)]
-        (output, recorded), _ = as_leaves(made, {}, needs)
+        (output, recorded), _ = as_leaves(made, {}, [tensor.is_floating_point() for tensor in tensors_in(made)])
         self.leaves = [tensor for tensor in tensors_in((output, recorded)) if tensor.requires_grad]
         output_recorder.enter(recorded)
         return output
 
-    def _measured(self, kind: Hashable, layer: StreamedLayer, given: _Arguments) -> tuple[LayerProfile, tuple[Any, Recorded]]:
+    def _measured(self, kind: Hashable, layer: StreamedLayer, args: Args, kwargs: Kwargs) -> tuple[LayerProfile, Any]:
         """Measures a layer's call. Returns its profile, and what the call returns and records."""
         runtime, fake = self.runtime, self._step_profile.profiles[kind]
-        row, args, kwargs = layer.unpadded.in_a_row(runtime.calls.real_tokens_in_one_row, *given)
+        row, args, kwargs = layer.unpadded.in_a_row(runtime.calls.real_tokens_in_one_row, args, kwargs)
         split = BatchSplit.of_call(layer, args, kwargs, runtime.batch_cut)
         args, kwargs = split.first_piece(args, kwargs)
         slot = runtime.prefetcher.acquire(layer, ())
@@ -203,7 +196,7 @@ class _MeasuredLayers:
         return dataclasses.replace(profile, **estimated), (batch_of(row, output), recorded)
 
 
-def _measure_outside(model: nn.Module, inputs: Mapping[str, Any], layers: _MeasuredLayers) -> float | None:
+def _measure_outside(model: nn.Module, inputs: Inputs, layers: _MeasuredLayers) -> float | None:
     """Runs the model, which measures the layers. Returns the seconds of what runs outside them until the loss's gradient has
     reached the last layer, or None if the model returns no loss or its loss can't be measured."""
     stopwatch = _Stopwatch(layers.runtime.streams.device, counts_bytes=False)
@@ -238,7 +231,7 @@ class _Measurement:
         layer: StreamedLayer,
         slot: WeightSlot,
         row: RealTokens | None,
-        inputs: Callable[[], _Arguments],
+        inputs: Callable[[], tuple[Args, Kwargs]],
         times_attention: bool,
         is_plain: bool,
     ) -> None:
@@ -308,13 +301,13 @@ class _Measurement:
 
         return AtAttention(run)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], memory_budget: float = 1.0) -> tuple[Any, Recorded]:
+    def _call(self, args: Args, kwargs: Kwargs, memory_budget: float = 1.0) -> tuple[Any, Recorded]:
         with output_recorder.apart() as recorded:
             output = self._compiled.run(self._layer, self._captures, args, kwargs, memory_budget, self._row)
         return output, recorded
 
     @contextlib.contextmanager
-    def _bound(self) -> Iterator[tuple[_Arguments, list[torch.Tensor]]]:
+    def _bound(self) -> Iterator[tuple[tuple[Args, Kwargs], list[torch.Tensor]]]:
         """Binds the layer's weights while the body runs. Yields the arguments, and the tensors that need gradients."""
         arguments = self._inputs()
         views = self._slot.views(self._layer.unit.layout)

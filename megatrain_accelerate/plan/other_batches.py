@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatrain_accelerate.layers.nested_tensors import Inputs
 from megatrain_accelerate.layers.padding import RealTokens
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.step_profile import SECONDS, LayerProfile, StepProfile
@@ -36,7 +37,7 @@ class BatchExtent:
     """Tokens of text that large parts of the layers compute: all, or without padding where that is left out."""
 
     @classmethod
-    def of(cls, inputs: Mapping[str, Any], real: RealTokens | None = None) -> BatchExtent:
+    def of(cls, inputs: Inputs, real: RealTokens | None = None) -> BatchExtent:
         """The extent of a batch, given as keyword arguments of a model's forward."""
         elements = sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim())
         if not (text := _text(inputs)):
@@ -61,7 +62,7 @@ class BatchExtent:
         return BatchExtent(*map(max, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
-def row_size(inputs: Mapping[str, Any]) -> int:
+def row_size(inputs: Inputs) -> int:
     """Elements of one row of all inputs, inputs with equally long rows counted once: of text, the sequence length."""
     tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim() > 1]
     return sum({math.prod(tensor.shape[1:]) for tensor in tensors})
@@ -79,7 +80,7 @@ def sizes_vary(sizes: tuple[int, ...]) -> bool:
 
 
 def resized_batch(
-    model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, growth: float
+    model: nn.Module, inputs: Inputs, extent: BatchExtent, growth: float
 ) -> tuple[dict[str, Any], RealTokens | None] | None:
     """A batch of text with ``growth`` times the tokens and length of ``extent``, and which of its tokens are real. It repeats
     ``inputs``, a model's arguments. If the model limits the length (``max_position_embeddings``), there are more sequences
@@ -101,7 +102,7 @@ def resized_batch(
     return {**inputs, **made}, RealTokens.of(lengths, length, next(iter(made.values())).device)
 
 
-def _text(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _text(inputs: Inputs) -> dict[str, torch.Tensor]:
     """Token ids, labels and masks by name. Empty unless all tensors but scalars are integer or bool, of one shape (B, T)."""
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim()}
     shapes = {tuple(value.shape) for value in tensors.values()}
@@ -112,12 +113,9 @@ def _text(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def extrapolated_profile(
     estimate: StepProfile, measured_estimate: StepProfile, measured: StepProfile, machine: Machine
 ) -> StepProfile | None:
-    """A new batch's profile, with times and bytes scaled from the measured batch, without a run.
-
-    A call's measured seconds are multiplied by the ratio of the estimated operation times, its measured bytes by that of the
-    estimated bytes. So most costs grow linearly with the tokens, and those of attention with the length too. None if the two
-    steps call different layers or tile tokens differently, so that no ratio holds.
-    """
+    """A new batch's profile, scaled from the measured batch. A call's measured seconds are multiplied by the ratio of the
+    estimated operation times, its measured bytes by that of the estimated bytes. So most costs grow linearly with the tokens,
+    and those of attention with the length too. None if the steps call other layers or tile tokens differently."""
     calls, measured_calls = estimate.forward_calls, measured_estimate.forward_calls
     calls_others = [call.layer for call in calls] != [call.layer for call in measured_calls]
     if calls_others or estimate.token_tile != measured_estimate.token_tile:

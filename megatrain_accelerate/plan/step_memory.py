@@ -1,6 +1,5 @@
 """Fake runs of the user's model, and a dispatch mode that counts their memory and costs. The user's own forward runs under
-``FakeTensorMode`` (torch/_subclasses/fake_tensor.py) with the shapes of the real batch, so that logits, loss and layer inputs
-are counted as the real code makes them."""
+``FakeTensorMode`` (torch/_subclasses/fake_tensor.py) with the shapes of the real batch."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from megatrain_accelerate.layers import token_tiles
 from megatrain_accelerate.layers.attention_results import FLASH, FLEX, attention_flops
 from megatrain_accelerate.layers.caches import CACHE_ARGUMENTS, tensors_in_caches
 from megatrain_accelerate.layers.execution_state import rng_state_restored
-from megatrain_accelerate.layers.nested_tensors import tensors_in
+from megatrain_accelerate.layers.nested_tensors import Inputs, map_tensors, tensors_in
 from megatrain_accelerate.loss.products import runs_on_gpu
 from megatrain_accelerate.plan.fake_runs import (
     KnownValues,
@@ -64,8 +63,8 @@ class OpCosts:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that are allocated and freed while it is active, and the costs of operations. Storages of
-    the ``present`` tensors don't count."""
+    """Counts the bytes of storages that are made and freed while it is active, and costs of operations. Storages of the
+    ``present`` tensors don't count."""
 
     supports_higher_order_operators = True
 
@@ -211,9 +210,7 @@ def _fake_weights(
     modes, through which each tensor would take five times as long."""
     fakes: dict[int, torch.Tensor] = {}
 
-    def fake(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None:
-            return None
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in fakes:
             # A new tensor, since a conversion would carry over hooks and gradients.
             twin: torch.Tensor = FakeTensor(mode, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), device)
@@ -225,11 +222,11 @@ def _fake_weights(
     with without_hooks(model):  # which restores these dictionaries, too
         for module in model.modules():
             for store in ("_parameters", "_buffers"):
-                module.__dict__[store] = {name: fake(tensor) for name, tensor in module.__dict__[store].items()}
+                module.__dict__[store] = map_tensors(fake, dict(module.__dict__[store]))
         yield list(fakes.values())
 
 
-def _without_looks_at_data(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _without_looks_at_data(inputs: Inputs) -> dict[str, Any]:
     """The inputs without those that a fake run can't handle. What the model does without them takes about as much memory."""
     own = dict(inputs)
     # Models skip a mask of ones, but some can't tell without data. Beside position ids, which may be packed, it stays.
@@ -245,12 +242,9 @@ def _without_looks_at_data(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def fake_model(
-    model: nn.Module, inputs: Mapping[str, Any], device: torch.device
-) -> Iterator[tuple[dict[str, Any], LiveBytes]]:
+def fake_model(model: nn.Module, inputs: Inputs, device: torch.device) -> Iterator[tuple[dict[str, Any], LiveBytes]]:
     """Sets up a fake run in the body: weights and inputs have no data, gradients are enabled, nothing counts as a real call,
-    and loops over tiles run few of them, so that a longer sequence takes no longer. Yields the fake inputs, and the counting
-    mode, which the caller enters."""
+    and loops over tiles run few of them. Yields the fake inputs, and the counting mode, which the caller enters."""
     inputs, values = _without_looks_at_data(inputs), KnownValues()
     with (
         rng_state_restored(torch.device("cpu")),
@@ -286,5 +280,4 @@ def loss_of(output: Any, device: torch.device) -> torch.Tensor:
     """The model's own loss. If it was given no labels, the sum over its output."""
     if isinstance(output, Mapping) and output.get("loss") is not None:
         return output["loss"]
-    sums = (tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad)
-    return sum(sums, torch.zeros((), device=device))
+    return sum((tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad), torch.zeros((), device=device))
