@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.step_memory import OpCosts
-from megatrain_accelerate.plan.step_profile import LayerProfile, SavedInForward
+from megatrain_accelerate.plan.step_profile import SECONDS, LayerProfile, SavedInForward
 
 PRODUCTS = 0.98
 """Share of the GPU's sustained speed in a large matrix product that the products of layers reach."""
@@ -61,24 +61,17 @@ def with_times(profile: LayerProfile, saved: SavedInForward, compiles: bool, mac
         moved_bytes = costs.traffic_bytes * (FUSED if compiles else 1 / SINGLE)
         return products / machine.device_flops + moved_bytes / machine.device_bytes
 
-    forward = seconds(profile.forward)
-    profile = dataclasses.replace(
-        profile,
-        forward_seconds=forward,
-        kept_forward_seconds=forward,
-        backward_seconds=seconds(profile.backward),
-        attention_seconds=seconds(profile.attention),
-    )
+    times: dict[str, Any] = {name: seconds(getattr(profile, costs)) for name, costs in SECONDS.items()}
+    profile = dataclasses.replace(profile, **times)
     if not compiles:
         return profile
     kept_bytes = saved.operand_bytes + saved.score_bytes + saved.output_bytes
     forward_bytes = kept_bytes + 2 * saved.output_bytes
-    backward_bytes = profile.kept_backward_bytes + saved.score_bytes
     return profile.keeping(
         kept_bytes,
         forward_bytes=forward_bytes,
         kept_forward_bytes=forward_bytes,
-        kept_backward_bytes=backward_bytes,
+        kept_backward_bytes=profile.kept_backward_bytes + saved.score_bytes,
         recomputed_bytes=forward_bytes + saved.score_bytes,
         recompute_seconds=seconds(saved.costs),
     )

@@ -58,8 +58,7 @@ parameters/s of 26 bytes). The others are three quarters of the data sheets': tw
 
 @dataclasses.dataclass(frozen=True)
 class KnownGpu:
-    """A GPU by its data sheet, and its usual host, whose cores are counted per GPU. Speeds of memories, and of the link each
-    way, are in bytes per second."""
+    """A GPU by its data sheet, and its usual host with cores per GPU. Memories and, each way, the link: bytes per second."""
 
     name: str
     memory_gib: float
@@ -135,8 +134,7 @@ class MachineDescription:
 
 def describe_machine(options: Namespace, config: MegatrainConfig) -> MachineDescription:
     """Returns the machine that the command's options name. Raises a ConfigError if there is no GPU here and none is described,
-    if options are missing (such as the network's speed for several machines) or exclude each other, or if a memory is too
-    small or larger than the GPU's."""
+    if options are missing or exclude each other, or if a memory is too small or larger than the GPU's."""
     gpus, machines, network_bytes = options.gpus, options.machines, options.network_bytes
     for option, value, count, needs in (
         ("--peer-link", options.peer_bytes, gpus, "--gpus"),

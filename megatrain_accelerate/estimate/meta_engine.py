@@ -126,9 +126,8 @@ class MetaEngine(Engine):
         If it ``adds`` gradients up there, each process's staging buffers for them are included."""
         runtime = self.runtime
         with replaced(self, "config", dataclasses.replace(self.config, **changes)):
-            planned = self._planned_bytes(
-                [unit.layout for unit in runtime.units], fp32_sums=adds and runtime.fp32_sums.is_wanted
-            )
+            layouts = [unit.layout for unit in runtime.units]
+            planned = self._planned_bytes(layouts, fp32_sums=adds and runtime.fp32_sums.is_wanted)
         weights = planned.pop("weights")
         shares = sum(planned.values()) // self.described.machines
         return weights + shares + runtime.offloader.staging_bytes * self.described.gpus * adds

@@ -17,8 +17,7 @@ from megatrain_accelerate.tracing import empty_figure
 from megatrain_accelerate.units import GB, GIB
 
 STOCK_BYTES = 16
-"""GPU memory per parameter if the stock Trainer trains in bf16 autocast: weight, gradient and two moments in fp32. FSDP2
-divides them among the GPUs."""
+"""GPU memory per parameter of the stock Trainer in bf16 autocast: weight, gradient, two moments in fp32. FSDP2 divides it."""
 FSDP2_OFFLOAD_BYTES, ZERO3_OFFLOAD_BYTES = 18, 20
 """Host memory per parameter if FSDP2 or DeepSpeed's ZeRO-3 offloads the states."""
 
