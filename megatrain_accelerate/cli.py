@@ -104,8 +104,7 @@ class _Version(argparse.Action):
 
 
 def _trace(options: argparse.Namespace) -> int:
-    """Runs a training, and writes the results once the step is traced. Returns the training's status, or 1 if it succeeded
-    and no step was traced."""
+    """Runs a training, and writes the results once the step is traced. Returns its status, or 1 if no step was traced."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         options.error("the training's command is missing: megatrain trace --out DIR -- accelerate launch ... train.py")

@@ -231,18 +231,15 @@ def format_summary(timeline: Timeline) -> str:
         f"step {info['step']} on {info['device']}: {period_ms:.2f} ms from one optimizer.step() to the next, profiled",
         f"{'lane':<24}{'busy, ms':>10}{'share':>8}",
     ]
-    for lane in timeline.lanes:
-        busy_ms = length(timeline.busy(lane)) / 1e3
-        lines.append(f"{lane:<24}{busy_ms:>10.2f}{busy_ms / period_ms:>8.0%}")
-    if COMPUTE in timeline.lanes:
-        compute = timeline.busy(COMPUTE)
-        idle_ms = period_ms - length(compute) / 1e3
-        lines.append(f"{'GPU idle':<24}{idle_ms:>10.2f}{idle_ms / period_ms:>8.0%}")
-        for lane in (H2D, D2H):
-            if copies := timeline.busy(lane):
-                hidden = overlap(copies, compute)
-                share = f"{hidden / length(copies):>8.0%} of the copies"
-                lines.append(f"{f'{lane} under compute':<24}{hidden / 1e3:>10.2f}{share}")
+    times_ms = {lane: length(timeline.busy(lane)) / 1e3 for lane in timeline.lanes}
+    if COMPUTE in times_ms:
+        times_ms["GPU idle"] = period_ms - times_ms[COMPUTE]
+    lines += [f"{name:<24}{time_ms:>10.2f}{time_ms / period_ms:>8.0%}" for name, time_ms in times_ms.items()]
+    for lane in (H2D, D2H) if COMPUTE in times_ms else ():
+        if copies := timeline.busy(lane):
+            hidden = overlap(copies, timeline.busy(COMPUTE))
+            share = f"{hidden / length(copies):>8.0%} of the copies"
+            lines.append(f"{f'{lane} under compute':<24}{hidden / 1e3:>10.2f}{share}")
     return "\n".join([*lines, f"the step {info['bound']}"])
 
 

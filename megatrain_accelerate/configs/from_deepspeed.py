@@ -303,10 +303,8 @@ def convert(path: Path) -> Conversion:
     """Reads a configuration of DeepSpeed (JSON), or one of Accelerate (yaml) and the DeepSpeed file that it names. Raises
     ``ConfigError`` if a file is missing, or is neither."""
     conversion = Conversion()
-    conversion.note(
-        _do("leave it out, or the run is refused: --deepspeed, deepspeed=..., DeepSpeedPlugin, the launcher's flags"),
-        "deepspeed",
-    )
+    refused = "leave it out, or the run is refused: --deepspeed, deepspeed=..., DeepSpeedPlugin, the launcher's flags"
+    conversion.note(_do(refused), "deepspeed")
     if named := _section(_take_over(path, conversion), "deepspeed_config").get("deepspeed_config_file"):
         file = Path(str(named))
         # Accelerate resolves the name from the folder in which it is started.

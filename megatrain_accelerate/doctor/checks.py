@@ -240,8 +240,7 @@ def measure_sum(kernels: HostKernels, elements: int) -> float:
 
 
 def speeds() -> list[Finding]:
-    """Measures the host and, with a GPU, its link, and compares them with the plan's speeds. This also finds a driver that
-    refuses to register memory."""
+    """Measures the host and, with a GPU, its link: a driver may refuse to register memory. Compares with the plan's speeds."""
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     with contextlib.closing(HostKernels()) as kernels:
