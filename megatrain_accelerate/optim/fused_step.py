@@ -187,7 +187,8 @@ class FusedStep(HostStep):
 
     def saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's ``state_dict()`` with moments that any optimizer can load, see :func:`.shown_in_fp32`."""
-        return {**state_dict, "state": shown_in_fp32(state_dict["state"], self.runtime.config.host_memory_gib)}
+        shown = shown_in_fp32(state_dict["state"], self.runtime.config.host_memory_gib)
+        return self.with_residuals(optimizer, {**state_dict, "state": shown})
 
     def load(self, optimizer: Optimizer, state_dict: dict[str, Any], own_load: Callable[[dict[str, Any]], None]) -> None:
         """Loads moments, steps and residuals into the store, and all else by the optimizer's own ``load_state_dict()``."""
@@ -204,6 +205,8 @@ class FusedStep(HostStep):
             elif self.is_retired or (state is not None and entry):
                 # Kept until the frozen parameter is trained again, or the optimizer of a retired driver is prepared again.
                 optimizer.state[parameter] = dict(entry)
+        if not self.is_retired:
+            self.load_residuals(optimizer, {**state_dict, "state": {}})  # those with an entry are there already
 
     def _entry(self, states: dict[Any, dict[str, Any]], state: ParameterState) -> dict[str, Any]:
         """Returns the entry of a parameter in the optimizer's ``states``, with moments, which are allocated if missing. If a

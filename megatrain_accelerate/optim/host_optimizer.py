@@ -162,14 +162,15 @@ class MasterStep(HostStep):
         ):
             if is_set:
                 raise UnsupportedError(f"{name} has no fused host kernel; use AdamW or Adam, or {setting}")
-        self._stepped: set[int] = set()
-        """``id`` of each parameter whose master was stepped, or whose residual came with a checkpoint."""
         super().__init__(optimizer, runtime)
         for parameter in parameters_of(optimizer):
-            if runtime.state_of(parameter) is None and id(parameter) not in self._trained_before:
+            state = runtime.state_of(parameter)
+            if state is None and id(parameter) not in self._trained_before:
                 continue
             entry = optimizer.state.get(parameter) or {}
-            self._restore(parameter, entry.pop(RESIDUAL_KEY, None))
+            residual = entry.pop(RESIDUAL_KEY, None)
+            if state is not None:
+                runtime.owner_of(state).unit.write_residual(state, residual)
             for key, value in entry.items():
                 if isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step":
                     # As if the states had been made with the masters. Checkpoints are loaded in this dtype, too.
@@ -210,7 +211,6 @@ class MasterStep(HostStep):
         finally:
             for state, master in shown:
                 runtime.owner_of(state).unit.write_master(state, master)
-                self._stepped.add(id(state.parameter))
             for part in {runtime.owner_of(state): None for state, _ in shown}:
                 part.unit.version += 1
                 runtime.outside.moved(part.unit)  # data of another dtype gave parameters new autograd nodes
@@ -220,14 +220,8 @@ class MasterStep(HostStep):
             runtime.watch.begin()
 
     def saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns a copy of the optimizer's ``state_dict()`` with the masters' residuals. A parameter without an entry gets
-        one only if it was stepped, since the optimizer would take the entry for a state that it made."""
-        entries = dict(state_dict["state"])
-        for key, parameter in self.by_key(optimizer, state_dict):
-            state = self.runtime.state_of(parameter)
-            if state is not None and state.residual is not None and (key in entries or id(parameter) in self._stepped):
-                entries[key] = {**entries.get(key, {}), RESIDUAL_KEY: state.residual}
-        return {**state_dict, "state": entries}
+        """Returns a copy of the optimizer's ``state_dict()`` with the masters' residuals."""
+        return self.with_residuals(optimizer, state_dict)
 
     def load(self, optimizer: Optimizer, state_dict: dict[str, Any], own_load: Callable[[dict[str, Any]], None]) -> None:
         """Loads the optimizer's states as they were saved, and the masters' residuals. torch casts states to the dtype and
@@ -245,11 +239,4 @@ class MasterStep(HostStep):
             own_load({**state_dict, "state": entries})
         for part in self.runtime.unit_owners:
             self.runtime.outside.moved(part.unit)
-        self._stepped.clear()
-        for key, parameter in self.by_key(optimizer, state_dict):
-            self._restore(parameter, (state_dict["state"].get(key) or {}).get(RESIDUAL_KEY))
-
-    def _restore(self, parameter: torch.Tensor, residual: torch.Tensor | None) -> None:
-        state = self.runtime.state_of(parameter)
-        if state is not None and self.runtime.owner_of(state).unit.write_residual(state, residual):
-            self._stepped.add(id(parameter))
+        self.load_residuals(optimizer, state_dict)

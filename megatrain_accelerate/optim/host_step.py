@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from megatrain_accelerate.errors import NonFiniteGradientError, StateError, UnsupportedError
 from megatrain_accelerate.gradients.offload import UnitStepper
 from megatrain_accelerate.layers.runtime import StreamingRuntime, streamed_among
+from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, RESIDUALS_KEY
 from megatrain_accelerate.store.parameter import ParameterState
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,30 @@ class HostStep(UnitStepper):
         """Pairs of a key in a ``state_dict()``, which the optimizer made or is to load, and the parameter."""
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         return zip(saved, parameters_of(optimizer), strict=False)  # torch itself refuses lengths that differ
+
+    def with_residuals(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the optimizer's ``state_dict()`` with the residuals of all masters. No parameter gets an entry for that:
+        the optimizer would take it for a state that it made."""
+        entries, left = dict(state_dict["state"]), {}
+        for key, parameter in self.by_key(optimizer, state_dict):
+            state = self.runtime.state_of(parameter)
+            if state is None or state.residual is None:
+                continue
+            if key in entries:
+                entries[key] = {**entries[key], RESIDUAL_KEY: state.residual}
+            elif not self.runtime.owner_of(state).unit.is_blank("residuals"):
+                left[key] = state.residual
+        return {**state_dict, "state": entries, **({RESIDUALS_KEY: left} if left else {})}
+
+    def load_residuals(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Sets the masters' residuals that a ``state_dict()`` has."""
+        left = state_dict.get(RESIDUALS_KEY, {})
+        for key, parameter in self.by_key(optimizer, state_dict):
+            residual = (state_dict["state"].get(key) or {}).get(RESIDUAL_KEY, left.get(key))
+            if residual is not None and (state := self.runtime.state_of(parameter)) is not None:
+                unit = self.runtime.owner_of(state).unit
+                unit.bring_states()
+                unit.write_residual(state, residual)
 
     def with_gradients(self, optimizer: Optimizer) -> tuple[list[Found], list[torch.nn.Parameter]]:
         """Returns the model's and other modules' parameters with a gradient, in group order. Copies foreign gradient tensors

@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 RESIDUAL_KEY = "master_residual"
 """Key of the masters' residuals (their low 16 bits, int16) in the optimizer's state. Stock optimizers ignore it."""
 
+RESIDUALS_KEY = "master_residuals"
+"""Key, in an optimizer's ``state_dict()``, of the residuals of parameters for which the optimizer has no state: it has stepped
+them without one, or hasn't yet. They are there by the parameter's key. Stock optimizers ignore this, too."""
+
 _INT8_KEYS = ("exp_avg_int8", "exp_avg_sq_int8", "exp_avg_scale", "exp_avg_sq_scale")
 _FLOAT_KEYS = ("exp_avg", "exp_avg_sq")
 

@@ -199,7 +199,7 @@ class HostUnit:
             if not state.handle.is_shown and bool((state.weight == value).all()):
                 return  # it was moved to another device, not written to: the residual stays valid
             state.weight.copy_(value)
-        if state.residual is not None and not self._is_blank("residuals"):
+        if state.residual is not None and not self.is_blank("residuals"):
             state.residual.zero_()
 
     def read_master(self, state: ParameterState) -> torch.Tensor:
@@ -235,7 +235,7 @@ class HostUnit:
         for kind in self.memory.keys() & kinds:
             self.memory[kind].is_touched = True
 
-    def _is_blank(self, kind: str) -> bool:
+    def is_blank(self, kind: str) -> bool:
         """Whether memory of this kind is zero, since neither the engine has written to it nor a script. Scripts write by
         operations of torch, which change a view's ``_version``."""
         if self.memory[kind].is_touched:
@@ -351,7 +351,7 @@ class HostUnit:
             raise
         for kind in {"weights", "residuals", "moments"} & old_memory.keys():
             whole = (0, (self.sizes[kind],), torch.uint8)
-            if not self._is_blank(kind):  # otherwise both are zero
+            if not self.is_blank(kind):  # otherwise both are zero
                 copy_bytes(new_memory[kind].tensor(*whole), old_memory[kind].tensor(*whole), self._host_kernels)
         self.memory, self.kernels = new_memory, kernels
         self.gradients = None
