@@ -120,7 +120,9 @@ def _fork_on_request() -> list[str]:
                 command: list[str] = request["command"]
                 return command
             children.append(pid)
-        print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children], flush=True)
+        # In the order in which they end: one that has ended is gone while others run.
+        statuses = dict(os.wait() for _ in children)
+        print([os.waitstatus_to_exitcode(statuses[pid]) for pid in children], flush=True)
     sys.exit()
 
 

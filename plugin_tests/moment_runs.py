@@ -61,7 +61,7 @@ def _optimised_loops(*compiler: str) -> str:
 
 def losses(steps: int, **settings: Any) -> list[float]:
     """Of a tiny model that sees one batch again and again."""
-    batch = token_batches(1, batch=4)[0]
+    batch = token_batches(1)[0]
     return train_streamed(tiny_model(), [batch] * steps, **settings).losses
 
 

@@ -20,9 +20,16 @@ from fresh_process import clean_environment
 TIMEOUT_SECONDS = 480
 
 
-def join_ranks(backend: str = "gloo", timeout: datetime.timedelta | None = None) -> int:
+BUCKET_BYTES = 2**20
+"""Enough for the gradients of a tiny model's layer. An engine clears two buckets: those of 64 MiB take longer than a step."""
+
+
+def join_ranks(backend: str = "gloo", timeout: datetime.timedelta | None = None, bucket_bytes: int = BUCKET_BYTES) -> int:
     """Called by each process that :func:`run_ranks` started: returns its rank when all are there. ``timeout``: of collectives,
-    as ``ddp_timeout`` sets it."""
+    as ``ddp_timeout`` sets it. ``bucket_bytes``: of gradients that are exchanged at a time."""
+    from megatrain_accelerate.gradients import exchange
+
+    exchange._BUCKET_BYTES = bucket_bytes
     place = {name.lower(): int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")}
     dist.init_process_group(backend, init_method=f"file://{os.environ['MEETING_FILE']}", timeout=timeout, **place)
     return dist.get_rank()

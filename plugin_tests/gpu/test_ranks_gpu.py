@@ -98,7 +98,7 @@ def main() -> None:
     """What each rank does: trains in all ways and writes down what came of it, or is killed."""
     folder, mode = Path(sys.argv[1]), sys.argv[2]
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    rank = join_ranks("cpu:gloo,cuda:nccl")
+    rank = join_ranks("cpu:gloo,cuda:nccl", bucket_bytes=64 * 2**20)
     torch.Tensor.sqrt = plain_torch.ieee_sqrt
     torch.use_deterministic_algorithms(True)
     own = batches(torch.distributed.get_world_size())[rank :: torch.distributed.get_world_size()]

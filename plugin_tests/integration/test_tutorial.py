@@ -22,6 +22,8 @@ COMMANDS = [
 NOT_RUN = ("pip install", "megatrain doctor", "export MODEL=")
 """The package is there, this machine has no GPU to be checked, and the model is a folder of the test's."""
 ON_CPU = "use_cpu=True, bf16=False, "
+FEWER = "range(400)", "range(160)"
+"""Rows, of which the test takes seconds fewer, and 20 steps in 2 epochs."""
 
 
 def test_the_page_has_all_that_is_run() -> None:
@@ -32,13 +34,14 @@ def test_the_page_has_all_that_is_run() -> None:
         ["accelerate", "launch"],
         ["python", "ask.py"],
     ]
+    assert FEWER[0] in FILES["make_data.py"]
 
 
 @pytest.mark.slow
 def test_it_leads_from_a_file_of_lines_to_an_answer(tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "small")
     for name, text in FILES.items():
-        (tmp_path / name).write_text(text.replace("SFTConfig(", f"SFTConfig({ON_CPU}"))
+        (tmp_path / name).write_text(text.replace("SFTConfig(", f"SFTConfig({ON_CPU}").replace(*FEWER))
     binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = clean_environment(PATH=binaries, MODEL=str(model), OMP_NUM_THREADS="1")
     environment["HF_HOME"] = str(tmp_path / "hf")
@@ -64,7 +67,7 @@ def test_it_leads_from_a_file_of_lines_to_an_answer(tmp_path: Path) -> None:
     assert {key for line in shown[1].splitlines() for key in json.loads(line)} == set(rows[0])
     assert "megatrain: adopting 3 layers" in printed["accelerate launch"]
     losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", printed["accelerate launch"])]
-    assert len(losses) == 10
+    assert len(losses) == 4
     assert losses[-1] < losses[0]
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "my-model"))
     # Vectors are ones, which so small a step doesn't move in bf16.

@@ -18,7 +18,6 @@ from rank_runs import join_ranks, runs_of
 from megatrain_accelerate.gradients import exchange
 from megatrain_accelerate.plan import device_plan
 
-STEPS = 4
 FEW_TOKENS = {"batch": 1, "length": 2}
 """They meet 4 of 6 experts at most."""
 
@@ -58,10 +57,16 @@ def model_of(frozen: str | None = None) -> torch.nn.Module:
     return model
 
 
+def batches_of(how: dict[str, Any], ranks: int) -> list[torch.Tensor]:
+    """Of all ranks: three steps of one batch of each, or two of two."""
+    return token_batches((4 if "accumulation" in how else 3) * ranks, **how.get("tokens", {}))
+
+
 def train(rank: int, ranks: int, how: dict[str, Any]) -> PlainRun:
     """On every ``ranks``-th batch, from that of this rank on."""
     settings = {"max_norm": None, **how}
-    batches = token_batches(STEPS * ranks, **settings.pop("tokens", {}))[rank::ranks]
+    batches = batches_of(how, ranks)[rank::ranks]
+    settings.pop("tokens", None)
     return train_streamed(model_of(settings.pop("frozen", None)), batches, **settings)
 
 
@@ -130,7 +135,8 @@ def test_ranks_with_equal_batches_train_as_one_process(two: list[dict[str, Plain
 @pytest.mark.parametrize("how", [name for name in OTHER_BATCHES if name not in ACCUMULATED])
 def test_ranks_train_on_the_mean_of_their_gradients_bit_by_bit(runs: list[dict[str, PlainRun]], how: str) -> None:
     settings = dict(OTHER_BATCHES[how])
-    batches = token_batches(STEPS * len(runs), **settings.pop("tokens", {}))
+    batches = batches_of(settings, len(runs))
+    settings.pop("tokens", None)
     plain = train_on_means(model_of(), batches, len(runs), **settings)
     for run in runs:
         assert_equal(run[f"other, {how}"], plain)

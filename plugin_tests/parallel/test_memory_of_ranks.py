@@ -25,13 +25,13 @@ def proportional_bytes() -> int:
 
 def main() -> None:
     """What each rank does: tells what memory its training has taken, and what the store has."""
-    rank = join_ranks()
+    rank = join_ranks(bucket_bytes=64 * MIB)
     model = tiny_model(**SHAPE)
     before = proportional_bytes()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine = attach(model)
     training = Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))
-    for ids in token_batches(2, batch=1, length=8):
+    for ids in token_batches(2, batch=1, length=2):
         training.step(ids)
     engine.drain()
     torch.distributed.barrier()

@@ -59,7 +59,7 @@ def out_of_memory(*_: Any) -> None:
 def main() -> None:
     """What each rank does: writes down its plans."""
     device_plan.seconds_of = lambda *_: SECONDS  # between GPUs; on one CPU it is so slow that nothing would live on the device
-    rank, found = join_ranks(), []
+    rank, found = join_ranks(bucket_bytes=64 * MIB), []
     run = training(rank)
     sizes = repr(dataclasses.replace(run.engine.device_plan.model_sizes(), exchange_bytes=1e11, fetch_share=0.5, slot_bytes=0))
     run.engine.device_plan.foresee = out_of_memory  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ import gc
 import os
 import select
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +16,16 @@ import torch
 import torch.distributed as dist
 from engine_runs import Training, assert_equal_states, attach
 from plain_torch import tiny_model, token_batches
+from profile_cache import remembering
 from rank_runs import join_ranks, require_success, run_ranks
 
 from megatrain_accelerate.errors import StateError, StepWorkerError
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+from megatrain_accelerate.plan import device_plan
 from megatrain_accelerate.plan.placement import Counts, UnitSizes, held_bytes
 from megatrain_accelerate.store.device_states import DeviceStates
 
-Seen = Callable[[str, str], list[dict[str, torch.Tensor]]]
+Seen = Callable[..., list[list[dict[str, torch.Tensor]]]]
 KINDS = {"host": {}, "devices": {"device_states": -1}, "some devices": {"device_layers": 1, "device_states": 1}}
 
 
@@ -67,32 +70,36 @@ def seen_by_ranks(kind: str, rank: int, other: int | None) -> list[dict[str, tor
 
 def main() -> None:
     """What each rank does."""
-    folder, kind, end = sys.argv[1:]
+    folder, *kinds = sys.argv[1:]
     rank = join_ranks()
+    device_plan.profile_step = remembering(device_plan.profile_step, {})
     processes: list[int] = [0, 0]
     dist.all_gather_object(processes, os.getpid())
-    found = seen_by_ranks(kind, rank, os.pidfd_open(processes[1 - rank]) if end == "ends" else None)
+    other = os.pidfd_open(processes[1 - rank])
+    # In each training the other rank drops its model, and in the last it ends.
+    found = [seen_by_ranks(kind, rank, None) for kind in kinds[:-1]]
+    found.append(seen_by_ranks(kinds[-1], rank, other))
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    def run(kind: str, end: str) -> list[dict[str, torch.Tensor]]:
+    def run(*kinds: str) -> list[list[dict[str, torch.Tensor]]]:
         folder = tmp_path_factory.mktemp("seen")
-        # In new interpreters, whose processes are gone when they have ended.
-        require_success(run_ranks(__file__, 2, folder, kind, end, fresh=True))
-        found: list[dict[str, torch.Tensor]] = torch.load(folder / "found.pt")
+        require_success(run_ranks(__file__, 2, folder, *kinds))
+        found: list[list[dict[str, torch.Tensor]]] = torch.load(folder / "found.pt")
         return found
 
     return run
 
 
 def test_a_rank_alone_sees_the_states_of_all_also_of_those_that_are_gone(seen: Seen) -> None:
-    on_host = seen("host", "ends")
+    dropped, on_host = seen("devices", "host")
+    (ended,) = seen("devices")
     assert len(on_host) == 2
-    for end in ("ends", "drops its model"):
-        for ours, theirs in zip(seen("devices", end), on_host, strict=True):
+    for on_devices in (dropped, ended):
+        for ours, theirs in zip(on_devices, on_host, strict=True):
             assert_equal_states(ours, theirs)
 
 
@@ -173,11 +180,15 @@ def test_a_failure_on_the_device_reaches_the_next_step(monkeypatch: pytest.Monke
     run = training(device_states=-1)
     ids = token_batches(1)[0]
 
+    is_stepped = threading.Event()
+
     def fail(*_: Any) -> None:
+        is_stepped.wait(60)
         raise RuntimeError("refused by the device")
 
     monkeypatch.setattr(DeviceStates, "step", fail)
     run.step(ids)
+    is_stepped.set()
     with pytest.raises(StepWorkerError, match="refused by the device"):
         run.step(ids)
 

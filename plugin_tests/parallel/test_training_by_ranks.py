@@ -15,7 +15,7 @@ from rank_runs import join_ranks, runs_of
 
 from megatrain_accelerate.plan import device_plan
 
-STEPS = 6
+SIZES = {"hidden_size": 32, "intermediate_size": 88}
 
 SAME_BATCHES: dict[str, dict[str, Any]] = {
     "streamed": {},
@@ -55,8 +55,13 @@ OTHER_BATCHES: dict[str, dict[str, Any]] = {
 }
 
 
+def batches_of(how: dict[str, Any], ranks: int = 1) -> list[torch.Tensor]:
+    """Of all ranks: four steps of one batch of each, or two of several."""
+    return token_batches((6 if "accumulation" in how else 4) * ranks)
+
+
 def train(batches: list[torch.Tensor], settings: dict[str, Any]) -> PlainRun:
-    model, settings = tiny_model(), dict(settings)
+    model, settings = tiny_model(**SIZES), dict(settings)
     frozen = settings.pop("frozen", None)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(frozen is None or frozen not in name)
@@ -71,13 +76,13 @@ def main() -> None:
     device_plan.profile_step = remembering(device_plan.profile_step, {})
     rank, ranks, folder = join_ranks(), int(sys.argv[2]), sys.argv[1]
     torch.Tensor.sqrt = plain_torch.ieee_sqrt
-    own = token_batches(STEPS * ranks)[rank::ranks]
-    runs = {f"other, {name}": train(own, how) for name, how in OTHER_BATCHES.items()}
+    runs = {f"other, {name}": train(batches_of(how, ranks)[rank::ranks], how) for name, how in OTHER_BATCHES.items()}
+    own = batches_of({}, ranks)[rank::ranks]
     runs["clipped"] = train(own, {"max_norm": 0.5})
     runs["clipped, states on the device"] = train(own, {"max_norm": 0.5, "device_states": -1})
     runs["clipped, on the device"] = train(own, {"max_norm": 0.5, "device_layers": 4, "kept_layers": 4})
     if ranks == 2:
-        runs |= {f"same, {name}": train(token_batches(STEPS), how) for name, how in SAME_BATCHES.items()}
+        runs |= {f"same, {name}": train(batches_of(how), how) for name, how in SAME_BATCHES.items()}
     torch.save(runs, f"{folder}/{rank}.pt")
 
 
@@ -111,7 +116,7 @@ def assert_equal(ours: PlainRun, other: PlainRun, but_losses: bool = False) -> N
 
 @pytest.mark.parametrize("how", SAME_BATCHES)
 def test_ranks_with_equal_batches_train_as_one_process(two: list[dict[str, PlainRun]], how: str) -> None:
-    alone = train(token_batches(STEPS), SAME_BATCHES[how])
+    alone = train(batches_of(SAME_BATCHES[how]), SAME_BATCHES[how])
     for run in two:
         assert_equal(run[f"same, {how}"], alone)
 
@@ -119,11 +124,13 @@ def test_ranks_with_equal_batches_train_as_one_process(two: list[dict[str, Plain
 @pytest.mark.usefixtures("exact_torch_sqrt")
 @pytest.mark.parametrize("how", OTHER_BATCHES)
 def test_ranks_train_on_the_mean_of_their_gradients_bit_by_bit(runs: list[dict[str, PlainRun]], how: str) -> None:
-    batches, accumulation = token_batches(STEPS * len(runs)), OTHER_BATCHES[how].get("accumulation", 1)
+    batches, accumulation = batches_of(OTHER_BATCHES[how], len(runs)), OTHER_BATCHES[how].get("accumulation", 1)
     if "moments_dtype" in OTHER_BATCHES[how]:
-        plain = train_on_means(tiny_model(), batches, len(runs), **OTHER_BATCHES[how])
+        plain = train_on_means(tiny_model(**SIZES), batches, len(runs), **OTHER_BATCHES[how])
     else:
-        plain = train_bf16_with_masters(tiny_model(), batches, max_norm=None, accumulation=accumulation, ranks=len(runs))
+        plain = train_bf16_with_masters(
+            tiny_model(**SIZES), batches, max_norm=None, accumulation=accumulation, ranks=len(runs)
+        )
     for run in runs:
         assert_equal(run[f"other, {how}"], plain, but_losses=True)
 
@@ -131,8 +138,8 @@ def test_ranks_train_on_the_mean_of_their_gradients_bit_by_bit(runs: list[dict[s
 @pytest.mark.usefixtures("exact_torch_sqrt")
 @pytest.mark.parametrize("how", ["clipped", "clipped, on the device", "clipped, states on the device"])
 def test_ranks_clip_by_one_norm_on_all_of_them(runs: list[dict[str, PlainRun]], how: str) -> None:
-    batches, norms = token_batches(STEPS * len(runs)), runs[0][how].norms
-    plain = train_bf16_with_masters(tiny_model(), batches, max_norm=0.5, ranks=len(runs), clip_by=norms)
+    batches, norms = batches_of({}, len(runs)), runs[0][how].norms
+    plain = train_bf16_with_masters(tiny_model(**SIZES), batches, max_norm=0.5, ranks=len(runs), clip_by=norms)
     assert norms == pytest.approx(plain.norms, rel=1e-5)  # fp32 sums of other parts
     assert min(norms) > 0.5
     for run in runs:

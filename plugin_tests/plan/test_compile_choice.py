@@ -102,7 +102,7 @@ def compilations_of(batches: Iterable[dict[str, torch.Tensor]], backend: str = "
     """Graphs that a training has compiled after each of its steps; AOTAutograd's ``aot_eager``, which takes most of the time,
     may want more of them than dynamo alone."""
     model = tiny_model(num_hidden_layers=2).train()
-    engine = attach(model, compile_layers="auto")
+    engine = attach(model, compile_layers="auto", bf16=False)
     engine.runtime.compiled.backend = backend
     engine.device_plan.expect_steps(2**40)
     counts = []

@@ -94,7 +94,8 @@ def test_the_predicted_step_is_what_the_step_takes(
     machine = dataclasses.replace(MACHINE, host_step_parameters=host_speed)
     monkeypatch.setattr(device_plan, "measured_machine", lambda *_: machine)
     run = planned(budget_mib, micro_batch_size=micro_batch_size, offloaded_layers=0)
-    run.step(batch(), max_norm=1.0)
+    run.plan(batch())
+    run.step(batch(8), max_norm=1.0)  # allocates moments
     taken, predicted = peak_of_a_step(run, batch())
     # Small tensors that every layer's call makes, such as masks and the norms of gradients, show at this size.
     assert 0.85 * predicted <= taken <= 1.03 * predicted + 0.1 * MIB
@@ -113,8 +114,7 @@ def test_the_predicted_step_counts_offloaded_layers_wherever_they_lie(
     monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 1)
     fixed = {"kept_layers": kept, "offloaded_layers": offloaded, "device_layers": on_device}
     run = planned(200, micro_batch_size=micro_batch_size, bf16=bf16, **fixed)
-    for _ in range(2):  # the pool grows in the first
-        run.step(batch(), max_norm=1.0)
+    run.step(batch(), max_norm=1.0)  # the pool grows
     assert len(run.engine.device_plan.current.placement.offloaded) == offloaded
     taken, predicted = peak_of_a_step(run, batch())
     # The graph gives up what has come back tensor by tensor; the plan counts a piece's until the piece is over.
@@ -581,7 +581,7 @@ def test_the_table_counts_the_host_memory_that_steps_will_take(
 def test_a_model_that_surely_fits_trains_without_a_measured_layer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], room: float, compile_layers: bool, measured: int
 ) -> None:
-    everything = planned(200)
+    everything = planned(200, **IN_FP32)
     everything.engine.device_plan.show = False
     everything.plan(batch())
     needed_mib = (everything.engine.device_plan.current.predicted_bytes - LIBRARY_WORKSPACE_BYTES) / MIB
@@ -597,7 +597,7 @@ def test_a_model_that_surely_fits_trains_without_a_measured_layer(
     monkeypatch.setattr(device_plan, "measure_layers", measure)
     monkeypatch.setattr(device_plan.DevicePlan, "measures", True)
     monkeypatch.setattr(device_plan, "LIBRARY_WORKSPACE_BYTES", 0)
-    run = planned(room * needed_mib - LIBRARY_WORKSPACE_BYTES / MIB, compile_layers=False)
+    run = planned(room * needed_mib - LIBRARY_WORKSPACE_BYTES / MIB, compile_layers=False, **IN_FP32)
     run.engine.runtime.compiled._is_on = compile_layers
     run.engine.runtime.compiled.backend = "aot_eager"
     for length in (64, 48, 64):
@@ -611,7 +611,7 @@ def test_a_model_that_surely_fits_trains_without_a_measured_layer(
 
 
 def test_a_model_that_decides_by_what_it_computes_trains_without_a_plan() -> None:
-    run = planned(64)
+    run = planned(64, **IN_FP32)
     forward = run.model.forward
 
     def looks(input_ids: torch.Tensor, **kwargs: object) -> object:
@@ -625,7 +625,7 @@ def test_a_model_that_decides_by_what_it_computes_trains_without_a_plan() -> Non
 
 
 def test_a_model_that_decides_by_its_batch_is_planned_for() -> None:
-    run = planned(64)
+    run = planned(64, **IN_FP32)
     forward = run.model.forward
 
     def looks(input_ids: torch.Tensor, **kwargs: object) -> object:
@@ -640,7 +640,7 @@ def test_a_model_that_decides_by_its_batch_is_planned_for() -> None:
 def test_a_batch_given_by_position_is_planned_for_as_one_given_by_name() -> None:
     plans = []
     for by_position in (False, True):
-        run = planned(64)
+        run = planned(64, **IN_FP32)
         ids = batch()
         logits = run.model(ids).logits if by_position else run.model(input_ids=ids).logits
         logits.float().sum().backward()
@@ -660,7 +660,7 @@ def test_arguments_without_a_name_leave_a_run_without_a_plan() -> None:
 
 
 def test_an_evaluation_that_would_not_fit_moves_layers_off_until_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, plain = planned(200, device_layers=3), planned(200, device_layers=3)
+    run, plain = (planned(200, device_layers=3, **IN_FP32) for _ in range(2))
     for training in (run, plain):
         training.step(batch())
     plan, before = run.engine.device_plan, run.engine.device_plan.current.placement
@@ -807,7 +807,7 @@ def test_layers_that_cannot_be_measured_are_estimated(measured_by: Callable[[Cal
 def test_measuring_that_runs_out_of_memory_is_tried_again_with_everything_off_the_device(
     monkeypatch: pytest.MonkeyPatch, measured_by: Callable[[Callable[..., object]], None]
 ) -> None:
-    run = planned(200)
+    run = planned(200, **IN_FP32)
     run.step(batch())
     plan = run.engine.device_plan
     place(plan, Counts(on_device=4, groups_on_device=True).placement(8))
@@ -829,7 +829,7 @@ def test_measuring_that_runs_out_of_memory_is_tried_again_with_everything_off_th
 def test_a_batch_that_runs_out_of_memory_when_it_is_measured_leaves_smaller_ones_their_plan(
     measured_by: Callable[[Callable[..., object]], None],
 ) -> None:
-    run = planned(200, device_layers=3)
+    run = planned(200, device_layers=3, **IN_FP32)
     run.step(batch(64))
     before, policy = run.engine.device_plan.current, run.engine.runtime.calls.policy
     assert len(policy.kept) == 8
@@ -877,7 +877,7 @@ def test_a_model_whose_step_can_not_be_predicted_says_so_at_the_default_level(
         raise ValueError("it looks at its data")
 
     monkeypatch.setattr(device_plan, "profile_step", looks_at_data)
-    run = planned(400)
+    run = planned(400, **IN_FP32)
     with caplog.at_level(logging.WARNING, logger="megatrain_accelerate"):
         run.step(batch(), max_norm=1.0)
     run.engine.close()

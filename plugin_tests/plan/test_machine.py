@@ -15,14 +15,18 @@ import torch
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.plan import machine
 from megatrain_accelerate.plan.machine import measured_machine
+from megatrain_accelerate.units import MIB
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """Grows by one with every real measurement; the cache is an empty folder."""
+    """Grows by one with every real measurement, which is of less memory than usual, once; the cache is an empty folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(machine, "_COPY_BYTES", 16 * MIB)
+    monkeypatch.setattr(machine, "_STEP_ELEMENTS", 4 * MIB)
+    monkeypatch.setattr(machine, "_ROUNDS", 1)
     count: list[int] = []
     measure = machine.measure
 
@@ -33,6 +37,21 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     monkeypatch.setattr(machine, "measure", counted)
     another_process(monkeypatch)
     return count
+
+
+@pytest.fixture(scope="module")
+def real() -> machine.Machine:
+    """Speeds of this machine, for tests of when it is measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "_STEP_ELEMENTS", 4 * MIB)
+        return machine.measure(CPU, HostKernels(1))
+
+
+@pytest.fixture
+def counted(measured: list[int], real: machine.Machine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As ``measured``, but each measurement has the speeds that one had before."""
+    monkeypatch.setattr(machine, "measure", lambda *_: measured.append(1) or real)
+    return measured
 
 
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +108,10 @@ def test_what_others_measured_meanwhile_is_kept_too(measured: list[int], monkeyp
     assert machine.kept_speeds(path) == [speeds] * 3
 
 
-def test_another_number_of_threads_is_measured_anew(measured: list[int]) -> None:
+def test_another_number_of_threads_is_measured_anew(counted: list[int]) -> None:
     measured_machine(CPU, HostKernels(1))
     measured_machine(CPU, HostKernels(2))
-    assert len(measured) == 2
+    assert len(counted) == 2
 
 
 @pytest.mark.parametrize(
@@ -112,7 +131,7 @@ def test_another_number_of_threads_is_measured_anew(measured: list[int]) -> None
     ],
 )
 def test_a_broken_file_is_measured_and_written_anew(
-    measured: list[int], tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
+    counted: list[int], tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = HostKernels(1)
     first = measured_machine(CPU, kernels)
@@ -124,16 +143,16 @@ def test_a_broken_file_is_measured_and_written_anew(
     path.write_text(content)
     another_process(monkeypatch)
     measured_machine(CPU, kernels)
-    assert len(measured) == 2
+    assert len(counted) == 2
     assert len(machine.kept_speeds(path)) == 1
     assert dataclasses.asdict(first).keys() == dataclasses.asdict(measured_machine(CPU, kernels)).keys()
-    assert len(measured) == 2
+    assert len(counted) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_no_error(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     measured_machine(CPU, HostKernels(1))
-    assert len(measured) == 1
+    assert len(counted) == 1
 
 
 def test_a_kernel_on_more_memory_takes_longer(measured: list[int]) -> None:
