@@ -204,9 +204,8 @@ class FusedStep(HostStep):
                 self.import_state(state, entry)
             elif self.is_retired or (state is not None and entry):
                 # Kept until the frozen parameter is trained again, or the optimizer of a retired driver is prepared again.
-                optimizer.state[parameter] = dict(entry)
-        if not self.is_retired:
-            self.load_residuals(optimizer, {**state_dict, "state": {}})  # those with an entry are there already
+                optimizer.state[parameter] = without_residual(entry) if self.is_retired else dict(entry)
+        self.load_residuals(optimizer, {**state_dict, "state": {}})  # those with an entry are there already
 
     def _entry(self, states: dict[Any, dict[str, Any]], state: ParameterState) -> dict[str, Any]:
         """Returns the entry of a parameter in the optimizer's ``states``, with moments, which are allocated if missing. If a

@@ -23,7 +23,7 @@ from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.watched_parameters import unwatched
 from megatrain_accelerate.optim.fused_step import UNFUSED_OPTIONS, FusedStep, refuse_unfused
 from megatrain_accelerate.optim.host_step import HostStep, parameters_of
-from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, shown_in_fp32, without_residual
+from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, RESIDUALS_KEY, shown_in_fp32, without_residual
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.transfer.meter import Cause
 
@@ -236,7 +236,7 @@ class MasterStep(HostStep):
                 if (state := self.runtime.state_of(parameter)) is not None:
                     likeness = torch.empty((), dtype=torch.float32).expand(parameter.shape)
                     replaced.enter_context(state.handle.replaced(likeness, None))
-            own_load({**state_dict, "state": entries})
+            own_load({**{key: value for key, value in state_dict.items() if key != RESIDUALS_KEY}, "state": entries})
         for part in self.runtime.unit_owners:
             self.runtime.outside.moved(part.unit)
         self.load_residuals(optimizer, state_dict)

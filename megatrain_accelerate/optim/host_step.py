@@ -125,8 +125,10 @@ class HostStep(UnitStepper):
         return zip(saved, parameters_of(optimizer), strict=False)  # torch itself refuses lengths that differ
 
     def with_residuals(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the optimizer's ``state_dict()`` with the residuals of all masters. No parameter gets an entry for that:
-        the optimizer would take it for a state that it made."""
+        """A copy of the optimizer's ``state_dict()`` with the residuals of all masters, unless another optimizer steps these.
+        No parameter gets an entry for that: the optimizer would take it for a state that it made."""
+        if self.is_retired:
+            return state_dict
         entries, left = dict(state_dict["state"]), {}
         for key, parameter in self.by_key(optimizer, state_dict):
             state = self.runtime.state_of(parameter)
@@ -139,7 +141,9 @@ class HostStep(UnitStepper):
         return {**state_dict, "state": entries, **({RESIDUALS_KEY: left} if left else {})}
 
     def load_residuals(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Sets the masters' residuals that a ``state_dict()`` has."""
+        """Sets the masters' residuals that a ``state_dict()`` has, unless another optimizer steps these masters."""
+        if self.is_retired:
+            return
         left = state_dict.get(RESIDUALS_KEY, {})
         for key, parameter in self.by_key(optimizer, state_dict):
             residual = (state_dict["state"].get(key) or {}).get(RESIDUAL_KEY, left.get(key))

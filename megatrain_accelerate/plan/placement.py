@@ -251,7 +251,8 @@ def step_bytes(step_profile: StepProfile, model: Model, placement: Placement) ->
     is_input = [event.layer not in placement.offloaded for event in calls]
     inputs_before = [0, *itertools.accumulate(size * flag for size, flag in zip(sent, is_input, strict=True))]
     # If a batch runs in pieces, activations of two pieces are on the device at a time.
-    at_once = [size // step_profile.profiles[event.kind].pieces for size, event in zip(sent, calls, strict=True)]
+    shares = (step_profile.profiles[event.kind].piece_share for event in calls)
+    at_once = [math.ceil(size * share) for size, share in zip(sent, shares, strict=True)]
     others_before = [0, *itertools.accumulate(size * (not flag) for size, flag in zip(at_once, is_input, strict=True))]
 
     def extra_bytes(call: int, made: int) -> int:
@@ -289,14 +290,15 @@ def step_bytes(step_profile: StepProfile, model: Model, placement: Placement) ->
             if event.layer in placement.on_device:
                 gradient_bytes = model.layers[event.layer].gradient_bytes
                 grown += 0 if model.adds_gradients else gradient_bytes
-                if profile.pieces > 1:  # the sums become the gradients while the last piece's are there
-                    peak = max(peak, event.live_bytes + kept + grown + gradient_bytes)
+                if profile.pieces > 1:  # the sums become the gradients, or are added to them, while the last piece's are there
+                    made_bytes = gradient_bytes * (2 if model.adds_gradients else 1)
+                    peak = max(peak, event.live_bytes + kept + grown + made_bytes + extra_bytes(backward_call, made=0))
         else:
             forward_call += 1
             # Kept results are alive while the rest of the layer runs.
             above = profile.kept_forward_bytes if remembers else profile.forward_bytes + staying
             if offloads and profile.pieces > 2:  # those of earlier pieces are offloaded
-                above -= profile.offloaded_bytes * (profile.pieces - 2) // profile.pieces
+                above -= int(profile.offloaded_bytes * (1 - 2 * profile.piece_share))
             peak = max(peak, event.live_bytes + kept + above + extra_bytes(forward_call, made=0))
             kept += staying
             extra = extra_bytes(forward_call, made=1)

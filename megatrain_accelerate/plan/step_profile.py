@@ -63,6 +63,8 @@ class LayerProfile:
     expert_bytes: int = 0
     """Bytes of these experts' results."""
     pieces: int = 1
+    piece_share: float = 1.0
+    """The share of the batch that is in its first piece. No other is larger, and the last may be smaller."""
     length: int = 0
     """Tokens of a sequence as the layer is given it. 0 if its inputs have no such dimension."""
     forward_seconds: float | None = None
@@ -130,6 +132,7 @@ class LayerProfile:
             kept_backward_bytes=output_bytes + max(output_bytes, self.kept_backward_bytes),
             recomputed_bytes=output_bytes + max(output_bytes, self.recomputed_bytes),
             pieces=split.count,
+            piece_share=1 / share,
             **in_proportion,
         )
 

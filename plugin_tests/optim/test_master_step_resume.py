@@ -16,7 +16,9 @@ from torch import nn, optim
 from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
-from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY
+from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+from megatrain_accelerate.optim.host_step import TAKEN_OVER
+from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, RESIDUALS_KEY
 
 pytestmark = pytest.mark.usefixtures("profiled_once")
 
@@ -122,3 +124,41 @@ def test_parameters_that_were_never_stepped_get_no_entry_and_are_stepped_after_a
     theirs = masters_of(run.engine, run.model)
     for key, master in masters_of(resumed.engine, resumed.model).items():
         assert torch.equal(master, theirs[key]), key
+
+
+@pytest.mark.parametrize("name", ["NAdam", "SGD", "AdamW"])
+def test_an_optimizer_that_another_took_over_neither_saves_nor_loads_what_belongs_to_the_masters(name: str) -> None:
+    run = streamed(lambda model: NEVER_STEPPED[name](model.parameters()), bf16=True)
+    batches = token_batches(2)
+    run.step(batches[0])
+    first, own = run.optimizer, copy.deepcopy(run.optimizer.state_dict())
+    run.driver.retire(TAKEN_OVER, copies=True)
+    run.optimizer = optim.AdamW(run.model.parameters(), lr=1e-3)
+    run.driver = adopt_optimizer(run.optimizer, run.engine.runtime, "deferred")
+    retired = copy.deepcopy(first.state_dict())
+    assert RESIDUALS_KEY not in retired
+    assert not any(RESIDUAL_KEY in entry for entry in retired["state"].values())
+    run.step(batches[1])
+    run.engine.drain()
+    before = masters_of(run.engine, run.model)
+    for states in (own, retired):
+        first.load_state_dict(states)
+        after = masters_of(run.engine, run.model)
+        assert all(torch.equal(after[key], master) for key, master in before.items())
+    run.driver.retire(TAKEN_OVER, copies=True)
+    adopt_optimizer(first, run.engine.runtime, "deferred")
+    after = masters_of(run.engine, run.model)
+    assert all(torch.equal(after[key], master) for key, master in before.items())
+
+
+def test_an_optimizers_own_loading_gets_its_own_keys_alone() -> None:
+    class Strict(optim.SGD):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            assert state_dict.keys() == {"state", "param_groups"}
+            super().load_state_dict(state_dict)
+
+    run = streamed(lambda model: Strict(model.parameters(), lr=0.1), bf16=True)
+    run.step(token_batches(1)[0])
+    states = run.optimizer.state_dict()
+    assert RESIDUALS_KEY in states
+    run.optimizer.load_state_dict(states)

@@ -121,13 +121,50 @@ def test_the_predicted_step_counts_offloaded_layers_wherever_they_lie(
     assert 0.85 * predicted <= taken <= 1.03 * predicted + 0.1 * MIB
 
 
-@pytest.mark.parametrize("on_device", [4, pytest.param(8, marks=pytest.mark.long)])
-def test_the_predicted_step_counts_the_sums_of_pieces_that_become_gradients(on_device: int) -> None:
-    """Pieces of one row: the gradients of a layer that lives on the device weigh more than what a piece saves."""
-    run = planned(200, micro_batch_size=1, kept_layers=0, offloaded_layers=0, device_layers=on_device, **IN_FP32)
-    run.step(batch(), max_norm=1.0)
-    taken, predicted = peak_of_a_step(run, batch())
-    assert 0.95 * predicted <= taken <= predicted
+@pytest.mark.parametrize(
+    ("length", "micro_batches", "offloaded_inputs"), [(64, 1, None), (8, 2, None), (512, 1, True)], ids=str
+)
+def test_the_predicted_step_counts_the_sums_of_pieces_that_become_gradients(
+    monkeypatch: pytest.MonkeyPatch, length: int, micro_batches: int, offloaded_inputs: bool | None
+) -> None:
+    """Pieces of one row: the gradients of a layer that lives on the device weigh more than what a piece saves. In a second
+    micro-batch they are added to those of the first. Inputs that are on the host don't count meanwhile."""
+    monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 1)
+    if offloaded_inputs:
+        monkeypatch.setattr(
+            f"{__name__}.SHAPE", {**SHAPE, "intermediate_size": 128, "num_hidden_layers": 24, "vocab_size": 64}
+        )
+    vocabulary, layers = SHAPE["vocab_size"], SHAPE["num_hidden_layers"]
+    fixed = {"kept_layers": 0, "offloaded_layers": 0, "device_layers": layers, "offloaded_inputs": offloaded_inputs}
+    run = planned(200, micro_batch_size=1, **fixed, **IN_FP32)
+    ids = token_batches(1, batch=4, length=length, vocabulary=vocabulary)[0]
+    if micro_batches > 1:
+        run.engine.expect_accumulation(micro_batches)
+    run.step(ids, max_norm=1.0)
+    first_bytes = 0
+    present = [*held_tensors(run), ids]
+    if micro_batches > 1:
+        run.model(input_ids=ids, labels=ids).loss.backward()
+        gradients = [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
+        first_bytes = sum(gradient.nbytes for gradient in gradients)
+        present += gradients
+    held = sum(run.engine.device_plan.budget.held_bytes_by_kind().values())
+    with LiveBytes(present) as live:
+        run.step(ids, max_norm=1.0)
+        run.engine.drain()
+    predicted = run.engine.device_plan.current.predicted_bytes - LIBRARY_WORKSPACE_BYTES - held
+    assert 0.95 * predicted <= live.peak_bytes + first_bytes <= 1.01 * predicted
+
+
+def test_the_predicted_step_counts_two_pieces_of_a_batch_that_is_no_multiple_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 1)
+    fixed = {"kept_layers": 0, "offloaded_layers": 1, "device_layers": 0}
+    monkeypatch.setattr(f"{__name__}.SHAPE", {**SHAPE, "vocab_size": 64})  # layers decide, and not logits
+    run = planned(200, micro_batch_size=2, **fixed, **IN_FP32)
+    ids = token_batches(1, batch=5, length=128, vocabulary=64)[0]
+    run.step(ids, max_norm=1.0)  # the pool grows
+    taken, predicted = peak_of_a_step(run, ids)
+    assert 0.95 * predicted <= taken <= 1.03 * predicted + 0.1 * MIB
 
 
 def long_batch(length: int = 2048) -> torch.Tensor:

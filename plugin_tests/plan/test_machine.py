@@ -155,7 +155,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(counted: list[int], monkeyp
     assert len(counted) == 1
 
 
-def test_a_kernel_on_more_memory_takes_longer(measured: list[int]) -> None:
+def test_a_kernel_on_more_memory_takes_longer() -> None:
     kernels = HostKernels(1)
     small, large = (
         machine.seconds_of(CPU, functools.partial(kernels.adamw, *arrays, machine.STEP_ARGUMENTS))
