@@ -33,6 +33,12 @@ def streamed(
     return Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, schedule))
 
 
+def assert_equal_masters(ours: Training, theirs: Training) -> None:
+    masters = masters_of(ours.engine, ours.model)
+    for name, master in masters_of(theirs.engine, theirs.model).items():
+        assert torch.equal(masters[name], master), name
+
+
 def assert_same_as_torch(
     change: Change,
     make: Callable[[nn.Module], Optimizer] = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),

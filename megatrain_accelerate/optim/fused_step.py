@@ -188,7 +188,7 @@ class FusedStep(HostStep):
     def saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's ``state_dict()`` with moments that any optimizer can load, see :func:`.shown_in_fp32`."""
         shown = shown_in_fp32(state_dict["state"], self.runtime.config.host_memory_gib)
-        return self.with_residuals(optimizer, {**state_dict, "state": shown})
+        return super().saved(optimizer, {**state_dict, "state": shown})
 
     def load(self, optimizer: Optimizer, state_dict: dict[str, Any], own_load: Callable[[dict[str, Any]], None]) -> None:
         """Loads moments, steps and residuals into the store, and all else by the optimizer's own ``load_state_dict()``."""

@@ -219,10 +219,6 @@ class MasterStep(HostStep):
             runtime.drain()
             runtime.watch.begin()
 
-    def saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns a copy of the optimizer's ``state_dict()`` with the masters' residuals."""
-        return self.with_residuals(optimizer, state_dict)
-
     def load(self, optimizer: Optimizer, state_dict: dict[str, Any], own_load: Callable[[dict[str, Any]], None]) -> None:
         """Loads the optimizer's states as they were saved, and the masters' residuals. torch casts states to the dtype and
         device of the parameters. Meanwhile these are shown as what the step works on: fp32 on the host."""

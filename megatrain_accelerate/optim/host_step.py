@@ -124,7 +124,7 @@ class HostStep(UnitStepper):
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         return zip(saved, parameters_of(optimizer), strict=False)  # torch itself refuses lengths that differ
 
-    def with_residuals(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of the optimizer's ``state_dict()`` with the residuals of all masters, unless another optimizer steps these.
         No parameter gets an entry for that: the optimizer would take it for a state that it made."""
         if self.is_retired:

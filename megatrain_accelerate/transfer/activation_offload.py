@@ -132,12 +132,9 @@ class Recording:
 class _CopyOut:
     """Issued copies of one run to the host, with the storages that must stay on the device until they are over."""
 
-    issued_at: int
-    """The number of the run among all runs of layers."""
-    tape: Tape
-    position: int
     run: int
-    """The number of the run among those of its call, or :data:`EVERY_RUN`."""
+    """Its number among all runs of layers."""
+    recording: Recording
     copied_event: Any
     storages: list[_OffloadedStorage]
 
@@ -165,8 +162,7 @@ class ActivationOffloader:
     def run_begins(self) -> None:
         """Called when a layer is about to run. Of earlier runs at most the last offloaded one keeps its device memory."""
         self._run += 1
-        last_runs = self._run - self.spacing
-        self.give_up([left for left in self.leaving if left.issued_at < max(last_runs, self.leaving[-1].issued_at)])
+        self.give_up([left for left in self.leaving if left.run < max(self._run - self.spacing, self.leaving[-1].run)])
 
     def settle(self) -> None:
         """Called when a backward ended. Gives up all device memory whose copies were issued."""
@@ -210,25 +206,21 @@ class ActivationOffloader:
                 assert saved.on_device is not None
                 self.copy(saved.block, saved.on_device, to_host=True)
             copied_event.record(d2h_stream)
-        self.leaving.append(_CopyOut(self._run, tape, position, run, copied_event, storages))
+        self.leaving.append(_CopyOut(self._run, recording, copied_event, storages))
         self._meter.counters.d2h_bytes += sum(saved.size_bytes for saved in storages)
 
     def bring_back(self, tape: Tape, position: int, run: int) -> None:
         """Issues the copies to the device for a run of a call (see :meth:`send`), and for the next runs of backward."""
-        if not self._recordings:
+        if not self._recordings and not self.leaving:
             return
         calls = self._recordings.get(tape, {})
         runs = [(position, run), (position, run - 1)]  # backward takes a call's runs in reverse
         if not run:
             near = range(position - 1, position - self.spacing - 1, -1)
             runs[1:] = [(before, max((number for number, _ in calls.get(before, [])), default=0)) for before in near]
-
-        def is_wanted(place: int, run_of: int) -> bool:
-            return any(place == at and run_of in (number, EVERY_RUN) for at, number in runs)
-
-        # Backward has used the other runs' storages, or will only do so later.
-        self.give_up([left for left in self.leaving if left.tape is not tape or not is_wanted(left.position, left.run)])
         wanted = [at for place, number in runs for run_of, at in calls.get(place, []) if run_of in (number, EVERY_RUN)]
+        # Backward has used the other runs' storages, or will only do so later.
+        self.give_up([left for left in self.leaving if left.recording not in wanted])
         for recording in wanted:
             if away := [saved for saved in recording.storages.values() if saved.on_device is None]:
                 with named_range(f"megatrain::bring_back_activations ({recording.label})"):

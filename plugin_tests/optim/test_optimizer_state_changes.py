@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import masters_of
 from loop_runs import slow
-from optimizer_runs import Change, assert_same_as_torch, streamed
+from optimizer_runs import Change, assert_equal_masters, assert_same_as_torch, streamed
 from plain_torch import token_batches
 from torch import nn
 from torch.optim import Optimizer
@@ -138,9 +137,7 @@ def test_moments_in_8_bits_follow_a_reset_and_moments_given_in_fp32() -> None:
     for training in (run, twin):
         training.step(batches[2])
         training.engine.drain()
-    theirs = masters_of(twin.engine, twin.model)
-    for name, master in masters_of(run.engine, run.model).items():
-        assert torch.equal(master, theirs[name]), name
+    assert_equal_masters(run, twin)
 
 
 def momentum(model: nn.Module) -> Optimizer:

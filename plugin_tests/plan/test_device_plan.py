@@ -73,10 +73,10 @@ def held_tensors(run: Training) -> list[torch.Tensor]:
     return [tensor for tensor in found if tensor is not None]
 
 
-def peak_of_a_step(run: Training, ids: torch.Tensor) -> tuple[int, float]:
-    """The most that a step has alive besides what the engine holds, and what was predicted of it."""
+def peak_of_a_step(run: Training, ids: torch.Tensor, *present: torch.Tensor) -> tuple[int, float]:
+    """The most that a step has alive besides what the engine holds and what is ``present``, and what was predicted of it."""
     held = sum(run.engine.device_plan.budget.held_bytes_by_kind().values())
-    with LiveBytes([*held_tensors(run), ids]) as live:
+    with LiveBytes([*held_tensors(run), ids, *present]) as live:
         run.step(ids, max_norm=1.0)
         run.engine.drain()
     return live.peak_bytes, run.engine.device_plan.current.predicted_bytes - LIBRARY_WORKSPACE_BYTES - held
@@ -141,19 +141,12 @@ def test_the_predicted_step_counts_the_sums_of_pieces_that_become_gradients(
     if micro_batches > 1:
         run.engine.expect_accumulation(micro_batches)
     run.step(ids, max_norm=1.0)
-    first_bytes = 0
-    present = [*held_tensors(run), ids]
+    gradients: list[torch.Tensor] = []
     if micro_batches > 1:
         run.model(input_ids=ids, labels=ids).loss.backward()
         gradients = [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
-        first_bytes = sum(gradient.nbytes for gradient in gradients)
-        present += gradients
-    held = sum(run.engine.device_plan.budget.held_bytes_by_kind().values())
-    with LiveBytes(present) as live:
-        run.step(ids, max_norm=1.0)
-        run.engine.drain()
-    predicted = run.engine.device_plan.current.predicted_bytes - LIBRARY_WORKSPACE_BYTES - held
-    assert 0.95 * predicted <= live.peak_bytes + first_bytes <= 1.01 * predicted
+    taken, predicted = peak_of_a_step(run, ids, *gradients)
+    assert 0.95 * predicted <= taken + sum(gradient.nbytes for gradient in gradients) <= 1.01 * predicted
 
 
 def test_the_predicted_step_counts_two_pieces_of_a_batch_that_is_no_multiple_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
